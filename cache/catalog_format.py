@@ -1,0 +1,273 @@
+"""The catalog's keys and records, format version 1.
+
+Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric order is key order; `<vid>`, `<store>` 32)::
+
+    d/<dir>/<name>     DirectoryEntry     the only thing that makes a name; <name> is 1-255 bytes, no NUL, no slash
+    n/<dir>/<ino>      empty              one for each subdirectory: counting them gives a directory's nlink without
+                                          reading its entries
+    t/<dir>            DirectoryTimes     mtime and ctime of a directory, put blindly, compared by nobody
+    i/<ino>            Inode
+    v/<vid>            Version            intent, manifest and tombstone in one; the only reason for a shard to exist
+    s/<store>          Store              permanent
+    l/<node>           Session            bound to the node's session
+    o/<node>/<unique>  bytes              result of a request not yet known to be answered
+    c/<what>           bytes              cluster-wide facts: ino, dirmove, format, settings
+
+Values are msgpack arrays (msgspec `array_like` structs) whose first element is the record's format version. Readers
+refuse other versions; fields may only be appended, with a default. `unpack` checks everything it can without other
+records and raises `DamagedData`.
+"""
+
+import enum
+import stat
+from typing import TypeVar
+
+import msgspec
+
+from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, SegmentId, StoreId, Vid
+
+FORMAT_VERSION = 1
+NAME_SIZE_MAX = 255
+TARGET_SIZE_MAX = 4095
+
+
+class VersionState(enum.IntEnum):
+    """A version's stored state. 0 is never valid, so that zeroed space is not a state.
+
+    Transitions: OPEN -> LOCAL -> PROTECTED -> DEAD -> (no key); OPEN and LOCAL may also go straight to DEAD or vanish.
+    """
+
+    OPEN = 1
+    LOCAL = 2
+    PROTECTED = 3
+    DEAD = 4
+
+
+class StoreState(enum.IntEnum):
+    """A store's stored state: only IN stores take new shards."""
+
+    IN = 1
+    DRAINING = 2
+    LOST = 3
+    REMOVED = 4
+
+
+class ShardLayout(enum.IntEnum):
+    """How a protected version's shards relate to its bytes: striped Reed-Solomon, or whole copies (small files)."""
+
+    STRIPED = 1
+    COPIES = 2
+
+
+class DirectoryEntry(msgspec.Struct, array_like=True, frozen=True):
+    """What a name leads to. `kind` is the S_IFMT part of the mode. `tie` keeps readdir cookies apart: when two names of
+    one directory change in one transaction, the second has 1."""
+
+    format: int
+    ino: InodeNumber
+    kind: int
+    tie: int = 0
+
+
+class DirectoryTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Nanoseconds since the epoch."""
+
+    format: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class Writer(msgspec.Struct, array_like=True, frozen=True):
+    """The home that accepts writes of an inode now: the store, and the incarnation of its session."""
+
+    store: StoreId
+    incarnation: int
+
+
+class Inode(msgspec.Struct, array_like=True, frozen=True):
+    """One inode. Times in nanoseconds. For directories size and nlink are not kept (nlink is counted) and mtime, ctime
+    are the newer of these and `t/`.
+
+    `writer` is set while the home accepts writes; `size` then is only as of the last commit. `cur` is the version a reader
+    gets when nobody writes, `prot` the newest protected one, `prev` (a protected version of the replaced file) is kept
+    until this inode has one of its own. `policy` is the directory's inherited fsync policy ("" = local).
+    """
+
+    format: int
+    mode: int
+    uid: int
+    gid: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    nlink: int = 1
+    size: int = 0
+    rdev: int = 0
+    target: bytes = b""
+    xattrs: dict[bytes, bytes] = {}
+    parent: InodeNumber | None = None
+    policy: str = ""
+    epoch: int = 1
+    writer: Writer | None = None
+    cur: Vid | None = None
+    prot: Vid | None = None
+    prev: Vid | None = None
+    rolled_back_from: Vid | None = None
+    lost: bool = False
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_regular(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+
+class Shard(msgspec.Struct, array_like=True, frozen=True):
+    """The holder of one shard and the root it acknowledged (16 bytes)."""
+
+    store: StoreId
+    root: bytes
+
+
+class Version(msgspec.Struct, array_like=True, frozen=True):
+    """One content. `segment` is its backing file on `home`. `durable`: the bytes were fdatasynced once, so that the segment
+    survives a power cut. `size`, `root` (16 bytes) are valid from LOCAL on, the code and `shards` from PROTECTED on; shard i is
+    `shards[i]`. `dead_at_ns` is wall time, for a grace only."""
+
+    format: int
+    ino: InodeNumber
+    state: VersionState
+    home: StoreId
+    segment: SegmentId
+    durable: bool = False
+    size: int = 0
+    root: bytes = b""
+    layout: ShardLayout = ShardLayout.STRIPED
+    data_shards: int = 0
+    parity_shards: int = 0
+    cell_size: int = 0
+    shards: list[Shard] = []
+    local_revision: int = 0
+    dead_revision: int = 0
+    dead_at_ns: int = 0
+
+
+class Store(msgspec.Struct, array_like=True, frozen=True):
+    """One store of the cluster. `address` is host:port of its agent; `directory` its path on its own machine (a hint for
+    people and for the local cluster). `labels` are failure domains, e.g. {"rack": "r1"}; the node itself always is one."""
+
+    format: int
+    node: NodeId
+    state: StoreState
+    address: str
+    directory: str
+    labels: dict[str, str] = {}
+    certificate: bytes = b""
+
+
+class Session(msgspec.Struct, array_like=True, frozen=True):
+    """A node's session: its store and an incarnation, different each time the node starts."""
+
+    format: int
+    store: StoreId
+    incarnation: int
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    """`c/settings`: what the whole cluster must agree on."""
+
+    format: int
+    cluster: bytes
+    data_shards: int
+    parity_shards: int
+    cell_size: int
+
+
+Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
+}
+
+
+def pack(record: Record) -> bytes:
+    """The record's bytes."""
+    return _encoder.encode(record)
+
+
+def unpack(kind: type[Record], value: bytes) -> Record:
+    """The record in these bytes. Raises `DamagedData` for anything but a whole, valid record of this format version."""
+    try:
+        record = _decoders[kind].decode(value)
+    except msgspec.DecodeError as error:
+        raise DamagedData(f"catalog record {kind.__name__} can't be read: {error}") from None
+    if record.format != FORMAT_VERSION:
+        raise DamagedData(f"catalog record {kind.__name__} has format {record.format}, this program reads {FORMAT_VERSION}")
+    if isinstance(record, Version):
+        _check_version(record)
+    return record
+
+
+def _check_version(version: Version) -> None:
+    ids = [version.home, version.segment, *(shard.store for shard in version.shards)]
+    roots = [shard.root for shard in version.shards]
+    if any(len(identifier) != ID_SIZE for identifier in ids) or any(len(root) != ID_SIZE for root in roots):
+        raise DamagedData("catalog record Version holds an id or root that isn't 16 bytes")
+    if version.state in (VersionState.LOCAL, VersionState.PROTECTED) and len(version.root) != ID_SIZE:
+        raise DamagedData("catalog record Version is local or protected but has no content root")
+    if version.state is VersionState.PROTECTED and version.size > 0:
+        total = version.data_shards + version.parity_shards
+        if version.data_shards < 1 or len(version.shards) != total:
+            raise DamagedData(f"catalog record Version names {len(version.shards)} shards, its code has {total}")
+
+
+def entry_prefix(directory: InodeNumber) -> bytes:
+    return b"d/%016x/" % directory
+
+
+def entry_key(directory: InodeNumber, name: bytes) -> bytes:
+    return b"d/%016x/%b" % (directory, name)
+
+
+def subdirectory_prefix(directory: InodeNumber) -> bytes:
+    return b"n/%016x/" % directory
+
+
+def subdirectory_key(directory: InodeNumber, child: InodeNumber) -> bytes:
+    return b"n/%016x/%016x" % (directory, child)
+
+
+def times_key(directory: InodeNumber) -> bytes:
+    return b"t/%016x" % directory
+
+
+def inode_key(ino: InodeNumber) -> bytes:
+    return b"i/%016x" % ino
+
+
+def version_key(vid: Vid) -> bytes:
+    return b"v/" + vid.hex().encode()
+
+
+def store_key(store: StoreId) -> bytes:
+    return b"s/" + store.hex().encode()
+
+
+def session_key(node: NodeId) -> bytes:
+    return b"l/" + node.encode()
+
+
+def answer_key(node: NodeId, unique: int) -> bytes:
+    return b"o/%b/%016x" % (node.encode(), unique)
+
+
+INODE_BLOCK_KEY = b"c/ino"
+DIRECTORY_MOVE_KEY = b"c/dirmove"
+SETTINGS_KEY = b"c/settings"
+VERSION_PREFIX = b"v/"
+STORE_PREFIX = b"s/"
+SESSION_PREFIX = b"l/"

@@ -1,0 +1,118 @@
+"""The key-value interface every catalog engine offers. File-system meaning is written above it, once.
+
+An engine is linearizable: a transaction that returned is seen by every later read, on every node. Revisions are
+positive integers that grow by one with each successful transaction that changes something.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Entry(NamedTuple):
+    """One key as it stands: `create_revision` is when it last came into being, `mod_revision` when it last changed."""
+
+    key: bytes
+    value: bytes
+    create_revision: int
+    mod_revision: int
+
+
+class Unchanged(NamedTuple):
+    """Holds if the key's `mod_revision` is this one; revision 0 means that the key is absent."""
+
+    key: bytes
+    mod_revision: int
+
+
+class Present(NamedTuple):
+    """Holds if the key exists, whatever its value."""
+
+    key: bytes
+
+
+class EmptyRange(NamedTuple):
+    """Holds if no key begins with the prefix."""
+
+    prefix: bytes
+
+
+Compare = Unchanged | Present | EmptyRange
+
+
+class Put(NamedTuple):
+    """Set the key to the value. With `bound_to_session` the key goes when the session that wrote it ends."""
+
+    key: bytes
+    value: bytes
+    bound_to_session: bool = False
+
+
+class Delete(NamedTuple):
+    """Remove the key; nothing happens if it is absent."""
+
+    key: bytes
+
+
+Operation = Put | Delete
+
+COMPARES_MAX = 128
+OPERATIONS_MAX = 128
+"""Limits of one transaction, those of etcd; a key may appear once among the operations."""
+
+
+class TransactionResult(NamedTuple):
+    """`revision` is the transaction's own when it succeeded, else the newest one the engine has seen."""
+
+    succeeded: bool
+    revision: int
+
+
+class Event(NamedTuple):
+    """One change: the value is None where the key was deleted."""
+
+    revision: int
+    key: bytes
+    value: bytes | None
+
+
+class KeyValue(Protocol):
+    """What the catalog needs from an engine. All methods raise `CatalogUnavailable` when the engine can't be reached."""
+
+    async def get(self, key: bytes) -> Entry | None:
+        """The key's entry, or None."""
+        ...
+
+    async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
+        """Entries whose key begins with `prefix` and is greater than `after`, in key order, at most `limit`."""
+        ...
+
+    async def count(self, prefix: bytes) -> int:
+        """How many keys begin with the prefix."""
+        ...
+
+    async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
+        """Apply all operations at one revision if all compares hold, else change nothing.
+
+        Raises `ValueError` for more than `COMPARES_MAX` compares, `OPERATIONS_MAX` operations or a key named twice.
+        Does not promise that the result survives a power cut: see `make_durable`.
+        """
+        ...
+
+    async def make_durable(self) -> None:
+        """Return once everything that returned from `transact` before this call survives a power cut."""
+        ...
+
+    async def revision(self) -> int:
+        """The newest revision, read linearizably."""
+        ...
+
+    def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+        """All changes after the revision, in order, one list per transaction; runs until it is closed.
+
+        Raises `CatalogCompacted` if the engine no longer has them.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Release what the engine holds; ends running watches."""
+        ...

@@ -1,0 +1,73 @@
+"""What can go wrong in this room. A class says who must act; the message says what happened, what is safe, what to do."""
+
+
+class CacheError(Exception):
+    """Base of this room's errors."""
+
+
+class StoreError(CacheError):
+    """The store directory can't be used: missing, of a newer format, or in use. The operator must act."""
+
+
+class DamagedData(CacheError):
+    """Bytes on disk or from a peer fail their checksum or make no sense. Nothing of them was used."""
+
+
+class CatalogUnavailable(CacheError):
+    """The catalog's engine can't be reached now; the call may be repeated."""
+
+
+class CatalogCompacted(CacheError):
+    """The history a watch asked for is gone; the caller reloads in full."""
+
+
+class NamespaceError(CacheError):
+    """Base of the answers a name operation can have besides success; each is one errno."""
+
+
+class NoSuchName(NamespaceError):
+    """ENOENT: the name or the inode does not exist (any more)."""
+
+
+class NameExists(NamespaceError):
+    """EEXIST: the name is taken."""
+
+
+class NotADirectory(NamespaceError):
+    """ENOTDIR: a directory was needed."""
+
+
+class IsADirectory(NamespaceError):
+    """EISDIR: something other than a directory was needed."""
+
+
+class DirectoryNotEmpty(NamespaceError):
+    """ENOTEMPTY: the directory still has entries."""
+
+
+class InvalidMove(NamespaceError):
+    """EINVAL: a directory can't become its own descendant, or the flags contradict each other."""
+
+
+class NameTooLong(NamespaceError):
+    """ENAMETOOLONG: a name is at most 255 bytes, a link's target at most 4095."""
+
+
+class TooManyLinks(NamespaceError):
+    """EMLINK: the link count can't grow further."""
+
+
+class NoSuchAttribute(NamespaceError):
+    """ENODATA: the extended attribute is not set."""
+
+
+class NotPermitted(NamespaceError):
+    """EPERM: the operation is never allowed on this kind of inode."""
+
+
+class HeldElsewhere(NamespaceError):
+    """EBUSY: another node is writing this file."""
+
+
+class NameMoved(NamespaceError):
+    """ESTALE: the inode was replaced or removed since the kernel looked it up; the kernel looks up again."""

@@ -1,0 +1,37 @@
+"""The identifiers, as distinct types so that one is never passed for another."""
+
+import os
+from typing import NewType
+
+Vid = NewType("Vid", bytes)
+"""A version's name: 16 random bytes, never reused. Shown to people as 32 hex digits."""
+
+SegmentId = NewType("SegmentId", bytes)
+"""A backing file's name: 16 random bytes. A segment outlives a version when a file is rewritten in place."""
+
+StoreId = NewType("StoreId", bytes)
+"""A store's name: 16 random bytes, made with the store directory; a wiped machine comes back as another store."""
+
+NodeId = NewType("NodeId", str)
+"""A machine's configured name, for people and failure domains: never the identity of a store."""
+
+InodeNumber = NewType("InodeNumber", int)
+"""A catalog inode number, which is also the FUSE node id and `st_ino`. Never reused. The root is 1."""
+
+ROOT_INODE = InodeNumber(1)
+ID_SIZE = 16
+
+
+def new_vid() -> Vid:
+    """A fresh random version id."""
+    return Vid(os.urandom(ID_SIZE))
+
+
+def new_segment_id() -> SegmentId:
+    """A fresh random segment id."""
+    return SegmentId(os.urandom(ID_SIZE))
+
+
+def new_store_id() -> StoreId:
+    """A fresh random store id."""
+    return StoreId(os.urandom(ID_SIZE))
