@@ -1,0 +1,100 @@
+"""The log: one plain file for the bytes of an inode that this node is the home of.
+
+A segment is `segments/<first 2 hex digits>/<32 hex digits of its id>`, mode 0600, with the extended attribute
+`user.ckptfs` = format (1 byte, 1), inode number (8 bytes, little-endian): with the databases gone, segments and the catalog
+say together what belongs where. Its bytes are the file's bytes, so a disaster leaves ordinary files.
+
+The kernel writes a segment directly (passthrough); this process only ever holds read-only descriptors, so that
+`has_no_writer` tells the truth.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId
+
+ATTRIBUTE = "user.ckptfs"
+FORMAT_VERSION = 1
+_LABEL = struct.Struct("<BQ")
+
+
+class Segments:
+    """The segments of one store. Blocking; every method raises `OSError` as the file system gives it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = os.fspath(directory)
+        self._made: set[str] = set(os.listdir(directory))
+
+    def path_of(self, segment: SegmentId) -> str:
+        """Where the segment is, or would be; made from the id only, never from a name that came from outside."""
+        if len(segment) != ID_SIZE:
+            raise ValueError("a segment id has 16 bytes")
+        name = segment.hex()
+        return f"{self._directory}/{name[:2]}/{name}"
+
+    def create(self, segment: SegmentId, ino: InodeNumber) -> int:
+        """Make an empty segment and return a read-only descriptor of it, which the caller owns."""
+        path = self.path_of(segment)
+        fan = segment[:1].hex()
+        if fan not in self._made:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            self._made.add(fan)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOATIME, 0o600)
+        try:
+            os.setxattr(descriptor, ATTRIBUTE, _LABEL.pack(FORMAT_VERSION, ino))
+        except BaseException:
+            os.close(descriptor)
+            os.unlink(path)
+            raise
+        return descriptor
+
+    def open_read(self, segment: SegmentId) -> int:
+        """A read-only descriptor of the segment, which the caller owns."""
+        return os.open(self.path_of(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOATIME)
+
+    def inode_of(self, descriptor: int) -> InodeNumber:
+        """The inode a segment says it belongs to. Raises `DamagedData` if it doesn't say."""
+        try:
+            label = os.getxattr(descriptor, ATTRIBUTE)
+            version, ino = _LABEL.unpack(label)
+        except (OSError, struct.error):
+            raise DamagedData("a file among the segments carries no readable label; it was left alone") from None
+        if version != FORMAT_VERSION:
+            raise DamagedData(f"a segment has format {version}, this program reads {FORMAT_VERSION}; it was left alone")
+        return InodeNumber(ino)
+
+    def remove(self, segment: SegmentId) -> None:
+        """Unlink the segment; nothing happens if it is gone already."""
+        try:
+            os.unlink(self.path_of(segment))
+        except FileNotFoundError:
+            return
+
+    def sync_directories(self, segments: list[SegmentId]) -> None:
+        """Make the names of these segments survive a power cut; each fan directory is synced once."""
+        for fan in {segment[:1].hex() for segment in segments}:
+            descriptor = os.open(f"{self._directory}/{fan}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def has_no_writer(descriptor: int) -> bool:
+    """Whether nothing can write to the file at this moment: no descriptor open for writing, no mapping made from one.
+
+    `descriptor` must be read-only. The kernel grants a read lease exactly then (fcntl(2), F_SETLEASE); it is given back at
+    once. RELEASE does not tell this: a shared writable mapping lives on after it.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return False
+        raise
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True

@@ -1,0 +1,133 @@
+"""The store directory: its layout, its identity and its lock.
+
+::
+
+    store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>"}: written once, by temporary name and rename
+    lock            flock held by the node's processes while any of them lives
+    segments/       the log: segments/<2 hex>/<32 hex>, one plain file each
+    shards/         shards held for others (and for this node's own versions)
+    copies/         verified local copies of versions whose home is elsewhere
+    small_copies.db, agent.db, mount.db      indexes, each written by one process
+    run/            sockets and pid files
+
+A store of a newer format, of another node, or in use raises `StoreError`; nothing in it is changed then.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import ID_SIZE, NodeId, StoreId, new_store_id
+
+FORMAT_VERSION = 1
+
+
+def sync_directory(path: Path) -> None:
+    """Make the directory's entries survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class StoreDirectory:
+    """A store that exists and has this program's format. Attributes are paths; nothing is open."""
+
+    def __init__(self, path: Path, store_id: StoreId, node: NodeId) -> None:
+        self.path = path
+        self.store_id = store_id
+        self.node = node
+        self.segments = path / "segments"
+        self.shards = path / "shards"
+        self.copies = path / "copies"
+        self.run = path / "run"
+        self.mount_db = path / "mount.db"
+        self.agent_db = path / "agent.db"
+        self.small_copies_db = path / "small_copies.db"
+        self.mount_socket = self.run / "mount.sock"
+        self.agent_socket = self.run / "agent.sock"
+        self.lock = path / "lock"
+
+    @classmethod
+    def create_or_open(cls, path: Path, node: NodeId) -> "StoreDirectory":
+        """Open the store, making it first if the directory is absent or empty. Raises `StoreError`."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            empty = not any(entry for entry in os.listdir(path) if entry not in ("log", "lost+found"))
+            if empty:
+                cls._make(path, node)
+            store = cls.open(path)
+        except OSError as error:
+            raise StoreError(f"the store {path} can't be used: {error.strerror}") from None
+        if store.node != node:
+            raise StoreError(
+                f"the store {path} belongs to node {store.node!r}, this node is {node!r}; "
+                "nothing was changed: point node.store elsewhere, or start the node under its own id"
+            )
+        for directory in (store.segments, store.shards, store.copies, store.run):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        return store
+
+    @classmethod
+    def open(cls, path: Path) -> "StoreDirectory":
+        """Open an existing store without changing anything. Raises `StoreError`."""
+        name = path / "store.json"
+        try:
+            fields = json.loads(name.read_bytes())
+            version, store_id, node = fields["format"], bytes.fromhex(fields["store"]), fields["node"]
+        except FileNotFoundError:
+            raise StoreError(
+                f"{path} holds files but no store.json: not a store; nothing was changed: use another directory"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{name} can't be read ({error}); the segments and shards beside it are untouched: restore it from a copy"
+            ) from None
+        if version != FORMAT_VERSION:
+            raise StoreError(
+                f"the store {path} has format {version}, this program reads {FORMAT_VERSION}; nothing was changed: "
+                "start it with the release that wrote it, or a newer one"
+            )
+        if len(store_id) != ID_SIZE or not isinstance(node, str):
+            raise StoreError(f"{name} names no valid store id and node; restore it from a copy")
+        return cls(path, StoreId(store_id), NodeId(node))
+
+    @staticmethod
+    def _make(path: Path, node: NodeId) -> None:
+        content = json.dumps({"format": FORMAT_VERSION, "store": new_store_id().hex(), "node": node}) + "\n"
+        temporary = path / "store.json.new"
+        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path / "store.json")
+        sync_directory(path)
+
+    def acquire(self) -> int:
+        """Take the store's lock and return its descriptor; held until every process that inherited it is gone.
+
+        Raises `StoreError` when a node already runs on this store.
+        """
+        descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StoreError(f"a node already runs on the store {self.path}; stop it first, or use another directory") from None
+        return descriptor
+
+    def is_in_use(self) -> bool:
+        """Whether some process holds the store's lock."""
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+        return False

@@ -1,0 +1,142 @@
+"""A node's configuration: one TOML file, checked as a whole before anything starts.
+
+Every key is listed with its default and effect in `docs/node.toml`. Unknown keys, impossible values and contradictions
+raise `ConfigurationError`, whose message names the file, the key and the way out.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ckptfs.cache.ids import NodeId
+
+SQLITE_SCHEME = "sqlite:///"
+
+
+class ConfigurationError(Exception):
+    """The configuration can't be used; the operator must change it."""
+
+
+class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[node]`: who and where."""
+
+    id: str
+    store: str
+    mountpoint: str
+    catalog: str
+    listen: str = "127.0.0.1:0"
+    log_directory: str = ""
+    labels: dict[str, str] = {}
+
+
+class ProtectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[protection]`: the code and its pace. The first three are settled by the first node of a cluster."""
+
+    data_shards: int = 4
+    parity_shards: int = 2
+    cell_size_bytes: int = 1 << 20
+    small_file_size_bytes: int = 64 << 10
+    codec: Literal["auto", "isa-l", "numpy"] = "auto"
+    buffer_bytes_max: int = 32 << 20
+
+
+class MountSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[mount]`: how the mount serves."""
+
+    passthrough: Literal["auto", "on", "off"] = "auto"
+    settle_seconds: float = 2.0
+    attribute_timeout_seconds: float = 1.0
+    allow_other: bool = True
+
+
+class SpaceSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[space]`: what of the store's file system is kept free for local saves."""
+
+    reserve_fraction: float = 0.05
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    node: NodeSection
+    protection: ProtectionSection = ProtectionSection()
+    mount: MountSection = MountSection()
+    space: SpaceSection = SpaceSection()
+
+    @property
+    def node_id(self) -> NodeId:
+        return NodeId(self.node.id)
+
+    @property
+    def store(self) -> Path:
+        return Path(self.node.store)
+
+    @property
+    def mountpoint(self) -> Path:
+        return Path(self.node.mountpoint)
+
+    @property
+    def catalog_path(self) -> Path:
+        return Path(self.node.catalog.removeprefix(SQLITE_SCHEME))
+
+    @property
+    def log_directory(self) -> Path:
+        return Path(self.node.log_directory) if self.node.log_directory else self.store / "log"
+
+
+def load_config(path: Path) -> NodeConfig:
+    """Read and check the file. Raises `ConfigurationError`."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; name the node's file with --config FILE") from None
+    try:
+        config = msgspec.toml.decode(text, type=NodeConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path}: {error}; docs/node.toml lists every key") from None
+    try:
+        _check(config)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    return config
+
+
+def _check(config: NodeConfig) -> None:
+    node, protection, mount = config.node, config.protection, config.mount
+    _require(0 < len(node.id) <= 64 and node.id.isprintable() and "/" not in node.id, "node.id: 1 to 64 characters, no slash")
+    for key, value in (("node.store", node.store), ("node.mountpoint", node.mountpoint)):
+        _require(os.path.isabs(value), f"{key}: an absolute path is needed, this is {value!r}")
+    store, mountpoint = os.path.realpath(node.store), os.path.realpath(node.mountpoint)
+    _require(
+        os.path.commonpath([store, mountpoint]) not in (store, mountpoint),
+        "node.store and node.mountpoint: neither may lie inside the other",
+    )
+    _require(
+        node.catalog.startswith(SQLITE_SCHEME + "/"),
+        f'node.catalog: must be "sqlite:////absolute/path" here, this is {node.catalog!r}',
+    )
+    host, _, port = node.listen.rpartition(":")
+    _require(bool(host) and port.isdecimal() and int(port) < 65536, f"node.listen: host:port is needed, this is {node.listen!r}")
+    _require(host in ("127.0.0.1", "::1", "[::1]"), "node.listen: only loopback addresses until nodes have certificates")
+    _require(1 <= protection.data_shards <= 32, "protection.data_shards: 1 to 32")
+    _require(0 <= protection.parity_shards <= 8, "protection.parity_shards: 0 to 8")
+    cell = protection.cell_size_bytes
+    _require(4096 <= cell <= 4 << 20 and cell % 4096 == 0, "protection.cell_size_bytes: a multiple of 4096 up to 4194304")
+    _require(
+        0 <= protection.small_file_size_bytes <= 1 << 20, "protection.small_file_size_bytes: 0 to 1048576 (0: no whole copies)"
+    )
+    stripe = cell * (protection.data_shards + protection.parity_shards)
+    _require(
+        protection.buffer_bytes_max >= 2 * stripe,
+        f"protection.buffer_bytes_max: two stripes of this code need {2 * stripe} bytes",
+    )
+    _require(0 <= mount.settle_seconds <= 3600, "mount.settle_seconds: 0 to 3600")
+    _require(0 <= mount.attribute_timeout_seconds <= 60, "mount.attribute_timeout_seconds: 0 to 60")
+    _require(0 <= config.space.reserve_fraction < 0.9, "space.reserve_fraction: 0 to 0.9")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigurationError(message)
