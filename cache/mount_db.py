@@ -1,0 +1,223 @@
+"""`mount.db`: what the mount process must find again after it was killed. An index, written by one process.
+
+Tables::
+
+    fact(name, value)                         format, boot id, what INIT agreed on
+    file(ino, vid, segment, state, size, exposed_ns, backing_id, path_hint)
+                                              one row for each segment whose version isn't protected, and for each file in use
+    handle(fh, ino, flags, lane)              one row for each handle the kernel holds
+
+`state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
+when its first unprotected byte may have been written, wall time. `backing_id` is the kernel's, valid as long as the
+connection, or NULL.
+
+WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order.
+"""
+
+import enum
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+
+FORMAT_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS fact(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS file(
+    ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, segment BLOB NOT NULL, state INTEGER NOT NULL, size INTEGER NOT NULL,
+    exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
+CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
+"""
+
+
+class FileState(enum.IntEnum):
+    """`file.state`."""
+
+    OPEN = 1
+    LOCAL = 2
+    PROTECTED = 3
+    ORPHAN = 4
+
+
+class FileRow(NamedTuple):
+    """One row of `file`."""
+
+    ino: InodeNumber
+    vid: Vid
+    segment: SegmentId
+    state: FileState
+    size: int
+    exposed_ns: int
+    backing_id: int | None
+    path_hint: bytes
+
+
+class HandleRow(NamedTuple):
+    """One row of `handle`: `flags` are those of open(2)."""
+
+    fh: int
+    ino: InodeNumber
+    flags: int
+    lane: int
+
+
+class WaitingVersion(NamedTuple):
+    """A local version that waits for protection. `path_hint` is its name when it was last created or renamed."""
+
+    ino: InodeNumber
+    vid: Vid
+    segment: SegmentId
+    size: int
+    exposed_ns: int
+    path_hint: bytes
+
+
+class Exposure(NamedTuple):
+    """What a death of this node would lose now: bytes and age of versions that aren't protected."""
+
+    files: int
+    bytes: int
+    oldest_ns: int | None
+
+
+def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    try:
+        if read_only:
+            connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+        else:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA busy_timeout=10000")
+        return connection
+    except sqlite3.Error as error:
+        raise StoreError(f"{path} can't be opened ({error}); stop the node and delete it, it is rebuilt at start") from None
+
+
+class MountDatabase:
+    """The writer. Calls take some ten microseconds and never wait for a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = _connect(path, read_only=False)
+        try:
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.execute("PRAGMA wal_autocheckpoint=0")
+            self._connection.executescript(_SCHEMA)
+            known = self.fact("format")
+            if known is None:
+                self.set_fact("format", b"%d" % FORMAT_VERSION)
+            elif known != b"%d" % FORMAT_VERSION:
+                raise StoreError(
+                    f"{path} has format {known.decode()}, this program reads {FORMAT_VERSION}; use the release that wrote it"
+                )
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            raise StoreError(f"{path} is damaged ({error}); stop the node and delete it, it is rebuilt at start") from None
+        self._execute = self._connection.execute
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def checkpoint(self) -> None:
+        """Move the write-ahead log into the database. Waits for the disk: for a thread."""
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def fact(self, name: str) -> bytes | None:
+        """The fact's value, or None."""
+        row = self._connection.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def set_fact(self, name: str, value: bytes) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (name, value))
+
+    def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
+        """Set the file's row, and add the handle, in one transaction."""
+        if handle is None:
+            self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row)
+            return
+        self._execute("BEGIN")
+        self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
+        self._execute("COMMIT")
+
+    def put_handle(self, handle: HandleRow) -> None:
+        self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
+
+    def remove_handle(self, fh: int) -> None:
+        self._execute("DELETE FROM handle WHERE fh = ?", (fh,))
+
+    def remove_handle_and_backing(self, fh: int, ino: InodeNumber) -> None:
+        """The last handle of a file is gone, and its backing id was closed."""
+        self._execute("BEGIN")
+        self._execute("DELETE FROM handle WHERE fh = ?", (fh,))
+        self._execute("UPDATE file SET backing_id = NULL WHERE ino = ?", (ino,))
+        self._execute("COMMIT")
+
+    def set_states(self, changes: Iterable[tuple[FileState, int, Vid]]) -> None:
+        """Set (state, size) of the rows with these vids."""
+        self._execute("BEGIN")
+        self._connection.executemany("UPDATE file SET state = ?, size = ? WHERE vid = ?", changes)
+        self._execute("COMMIT")
+
+    def remove_files(self, inos: Iterable[InodeNumber]) -> None:
+        self._execute("BEGIN")
+        self._connection.executemany("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])
+        self._execute("COMMIT")
+
+    def files(self) -> list[FileRow]:
+        """Every row: bounded by what is in use or not yet protected."""
+        rows = self._connection.execute("SELECT * FROM file ORDER BY exposed_ns").fetchall()
+        return [FileRow(r[0], r[1], r[2], FileState(r[3]), r[4], r[5], r[6], r[7]) for r in rows]
+
+    def file(self, ino: InodeNumber) -> FileRow | None:
+        row = self._connection.execute("SELECT * FROM file WHERE ino = ?", (ino,)).fetchone()
+        return None if row is None else FileRow(row[0], row[1], row[2], FileState(row[3]), row[4], row[5], row[6], row[7])
+
+    def handles(self) -> list[HandleRow]:
+        return [HandleRow(*row) for row in self._connection.execute("SELECT * FROM handle ORDER BY fh")]
+
+    def forget_handles(self) -> None:
+        """A new connection: the kernel holds none of the old handles and backing ids."""
+        self._execute("BEGIN")
+        self._execute("DELETE FROM handle")
+        self._execute("UPDATE file SET backing_id = NULL")
+        self._execute("COMMIT")
+
+    def exposure(self) -> Exposure:
+        """Files, bytes and age of what isn't protected; for open files the size as of their last sync."""
+        count, size, oldest = self._connection.execute(
+            "SELECT count(*), coalesce(sum(size), 0), min(exposed_ns) FROM file WHERE state IN (1, 2)"
+        ).fetchone()
+        return Exposure(count, size, oldest)
+
+
+class MountDatabaseReader:
+    """Another process's view."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def waiting(self, limit: int) -> list[WaitingVersion]:
+        """The local versions that have waited longest; none while the database doesn't exist yet."""
+        if self._connection is None:
+            if not self._path.exists():
+                return []
+            self._connection = _connect(self._path, read_only=True)
+        try:
+            rows = self._connection.execute(
+                "SELECT ino, vid, segment, size, exposed_ns, path_hint FROM file WHERE state = 2 ORDER BY exposed_ns LIMIT ?",
+                (limit,),
+            ).fetchall()
+        except sqlite3.OperationalError:  # the writer hasn't made its tables yet
+            return []
+        return [WaitingVersion(*row) for row in rows]
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,104 @@
+"""The descriptor between the kernel and us: opening `/dev/fuse`, mounting, unmounting, and what is mounted where.
+
+We mount ourselves with mount(2) instead of through libfuse, because the descriptor has to outlive the process that answers
+requests, and because passthrough needs an INIT reply that libfuse does not give.
+"""
+
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+DEVICE = Path("/dev/fuse")
+MS_NOSUID, MS_NODEV = 2, 4
+MNT_DETACH = 2
+SOURCE_PREFIX = "ckptfs:"
+FILE_SYSTEM_TYPE = "fuse.ckptfs"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountError(Exception):
+    """The mount can't be made or removed; the message says why and what to do."""
+
+
+class MountEntry(NamedTuple):
+    """One line of `/proc/self/mountinfo` that is ours. `device_minor` names the connection in /sys/fs/fuse/connections."""
+
+    mountpoint: Path
+    store: Path
+    device_minor: int
+
+
+def _unescape(field: str) -> str:
+    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+
+
+def our_mounts() -> list[MountEntry]:
+    """Every ckptfs mount of this machine that this process sees, in the order of mounting."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, source, *_ = right.split(" ")
+        if kind != FILE_SYSTEM_TYPE or not source.startswith(SOURCE_PREFIX):
+            continue
+        fields = left.split(" ")
+        minor = int(fields[2].partition(":")[2])
+        found.append(MountEntry(Path(_unescape(fields[4])), Path(_unescape(source.removeprefix(SOURCE_PREFIX))), minor))
+    return found
+
+
+def check_mountpoint(mountpoint: Path) -> None:
+    """Raise `MountError` unless the mountpoint is an existing, empty, unused directory."""
+    if any(entry.mountpoint == mountpoint for entry in our_mounts()):
+        raise MountError(f"{mountpoint} is already mounted; end that node first (ckptfs umount {mountpoint})")
+    try:
+        status = os.stat(mountpoint)
+    except FileNotFoundError:
+        raise MountError(f"the mountpoint {mountpoint} does not exist; make it: mkdir -p {mountpoint}") from None
+    except OSError as error:
+        raise MountError(f"the mountpoint {mountpoint} can't be used: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise MountError(f"the mountpoint {mountpoint} is not a directory; name an empty directory")
+    if os.path.ismount(mountpoint):
+        raise MountError(f"{mountpoint} is a mountpoint of another file system; name an empty directory")
+    if os.listdir(mountpoint):
+        raise MountError(f"the mountpoint {mountpoint} is not empty; nothing was touched: empty it or name another directory")
+
+
+def open_device() -> int:
+    """A new FUSE connection, not yet mounted. Raises `MountError`."""
+    try:
+        return os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MountError("/dev/fuse is missing; load the kernel module: modprobe fuse") from None
+    except OSError as error:
+        raise MountError(f"/dev/fuse can't be opened: {error.strerror}; run as root") from None
+
+
+def mount(device: int, mountpoint: Path, store: Path, *, allow_other: bool) -> None:
+    """Mount the connection. Raises `MountError`."""
+    mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
+    options = f"fd={device},rootmode={mode:o},user_id={os.getuid()},group_id={os.getgid()},default_permissions"
+    if allow_other:
+        options += ",allow_other"
+    source = f"{SOURCE_PREFIX}{store}".encode(errors="surrogateescape")
+    target = os.fsencode(mountpoint)
+    if _libc.mount(source, target, FILE_SYSTEM_TYPE.encode(), ctypes.c_ulong(MS_NOSUID | MS_NODEV), options.encode()):
+        number = ctypes.get_errno()
+        remedy = "; run as root" if number == errno.EPERM else ""
+        raise MountError(f"{mountpoint} can't be mounted: {os.strerror(number)}{remedy}")
+
+
+def unmount(mountpoint: Path, *, lazily: bool = False) -> bool:
+    """Unmount; False if programs still use it (never with `lazily`). Raises `MountError` for anything else but not mounted."""
+    if _libc.umount2(os.fsencode(mountpoint), ctypes.c_int(MNT_DETACH if lazily else 0)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number == errno.EBUSY:
+        return False
+    if number in (errno.EINVAL, errno.ENOENT):
+        return True
+    raise MountError(f"{mountpoint} can't be unmounted: {os.strerror(number)}")
