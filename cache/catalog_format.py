@@ -11,7 +11,7 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     s/<store>          Store              permanent
     l/<node>           Session            bound to the node's session
     o/<node>/<unique>  bytes              result of a request not yet known to be answered
-    c/<what>           bytes              cluster-wide facts: ino, dirmove, format, settings
+    c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings)
 
 Values are msgpack arrays (msgspec `array_like` structs) whose first element is the record's format version. Readers
 refuse other versions; fields may only be appended, with a default. `unpack` checks everything it can without other
@@ -24,12 +24,15 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, SegmentId, StoreId, Vid
 
 FORMAT_VERSION = 1
 NAME_SIZE_MAX = 255
 TARGET_SIZE_MAX = 4095
+NO_SEGMENT = SegmentId(bytes(ID_SIZE))
+"""The segment of a protected version that has none any more: a later version carried its backing file on, in place. Its bytes
+exist only as shards. No segment is ever created under this id."""
 
 
 class VersionState(enum.IntEnum):
@@ -86,12 +89,14 @@ class Writer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Inode(msgspec.Struct, array_like=True, frozen=True):
-    """One inode. Times in nanoseconds. For directories size and nlink are not kept (nlink is counted) and mtime, ctime
-    are the newer of these and `t/`.
+    """One inode. Times in nanoseconds. For directories size and nlink are not kept (nlink is counted); their mtime is that of
+    `t/` where it exists, their ctime the newer of both.
 
     `writer` is set while the home accepts writes; `size` then is only as of the last commit. `cur` is the version a reader
     gets when nobody writes, `prot` the newest protected one, `prev` (a protected version of the replaced file) is kept
     until this inode has one of its own. `policy` is the directory's inherited fsync policy ("" = local).
+    `open` is the version being written; it becomes `cur` when its bytes are local. `prev_local` (a local version of the replaced
+    file) is kept until this inode has a local one, so that a power cut shows the old content rather than none.
     """
 
     format: int
@@ -115,6 +120,8 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     prev: Vid | None = None
     rolled_back_from: Vid | None = None
     lost: bool = False
+    open: Vid | None = None
+    prev_local: Vid | None = None
 
     @property
     def is_directory(self) -> bool:
@@ -135,7 +142,7 @@ class Shard(msgspec.Struct, array_like=True, frozen=True):
 class Version(msgspec.Struct, array_like=True, frozen=True):
     """One content. `segment` is its backing file on `home`. `durable`: the bytes were fdatasynced once, so that the segment
     survives a power cut. `size`, `root` (16 bytes) are valid from LOCAL on, the code and `shards` from PROTECTED on; shard i is
-    `shards[i]`. `dead_at_ns` is wall time, for a grace only."""
+    `shards[i]`. `dead_at_ns` is wall time, for a grace only; the revision of a death is the `mod_revision` of the key."""
 
     format: int
     ino: InodeNumber
@@ -225,6 +232,26 @@ def _check_version(version: Version) -> None:
             raise DamagedData(f"catalog record Version names {len(version.shards)} shards, its code has {total}")
 
 
+def check_format(value: bytes) -> None:
+    """Check the value of `c/format`. Raises `StoreError` if a newer program wrote this catalog, `DamagedData` for nonsense."""
+    number = unpack_number(value)
+    if number > FORMAT_VERSION:
+        raise StoreError(f"the catalog has format {number}, this program knows {FORMAT_VERSION}: upgrade ckptfs on this node")
+    if number < 1:
+        raise DamagedData(f"the catalog's format version is {number}")
+
+
+def pack_number(number: int) -> bytes:
+    return b"%d" % number
+
+
+def unpack_number(value: bytes) -> int:
+    """The number in a `c/` key's value. Raises `DamagedData` for anything but 1-18 decimal digits."""
+    if not 1 <= len(value) <= 18 or not value.isdigit():
+        raise DamagedData(f"a catalog number reads {value[:40]!r}")
+    return int(value)
+
+
 def entry_prefix(directory: InodeNumber) -> bytes:
     return b"d/%016x/" % directory
 
@@ -265,6 +292,7 @@ def answer_key(node: NodeId, unique: int) -> bytes:
     return b"o/%b/%016x" % (node.encode(), unique)
 
 
+FORMAT_KEY = b"c/format"
 INODE_BLOCK_KEY = b"c/ino"
 DIRECTORY_MOVE_KEY = b"c/dirmove"
 SETTINGS_KEY = b"c/settings"
