@@ -5,7 +5,7 @@ a content is the caller's part (`stripes.stripe_cells`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ class MatrixCodec(ABC):
         if targets and length:
             self._multiply(tables, sources, targets)
 
-    def _make_tables(self, k: int, m: int, present: tuple[int, ...], wanted: tuple[int, ...]) -> Hashable:
+    def _make_tables(self, k: int, m: int, present: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
         return self._prepare(coefficients(k, m, present, wanted))
 
     @abstractmethod

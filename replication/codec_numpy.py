@@ -65,8 +65,8 @@ class NumpyCodec(MatrixCodec):
                     _double(sums, overflow)
                 for target, source in additions:
                     np.bitwise_xor(rows[target], sources[source][start:stop], out=rows[target])
-            for target, row in zip(targets, rows, strict=True):
-                target[start:stop] = row
+            for destination, row in zip(targets, rows, strict=True):
+                destination[start:stop] = row
 
 
 def _double(elements: CellArray, scratch: CellArray) -> None:
