@@ -1,0 +1,84 @@
+"""`ckptfs flush`: wait until files have come up the ladder."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, print_json
+from ckptfs.fs.status import FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
+
+POLL_SECONDS = 0.1
+TARGETS = ("local", "protected")
+SHOWN_MAX = 5
+
+
+def flush(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files or directories in a mount.")],
+    to: Annotated[str, typer.Option("--to", help="The state to wait for: local or protected.")] = "protected",
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="S", help="Give up after S seconds.", show_default=False)
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Wait until every file named, or under a directory named, is so. Exit code 1 if the time runs out first."""
+    if to not in TARGETS:
+        raise WrongUse(f"--to: {' or '.join(TARGETS)}, not {to!r}")
+    if timeout is not None and timeout < 0:
+        raise WrongUse("--timeout: a number of seconds, 0 or more")
+    started = time.monotonic()
+    behind, file_count, size_bytes = wait_until(paths, to, timeout, shown=not as_json)
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json(
+            {
+                "reached": not behind,
+                "to": to,
+                "files": file_count,
+                "bytes": size_bytes,
+                "seconds": round(seconds, 3),
+                "behind": [{"path": file.path, "state": file.state} for file in behind],
+            }
+        )
+    elif not behind:
+        console().print(f"{to}: {human_bytes(size_bytes)} in {file_count} files, after {seconds:.1f} s")
+    if behind:
+        names = ", ".join(f"{file.path} ({file.state})" for file in behind[:SHOWN_MAX])
+        more = f" and {len(behind) - SHOWN_MAX} more" if len(behind) > SHOWN_MAX else ""
+        raise NotReached(
+            f"not {to} after {seconds:.1f} s: {names}{more}; `ckptfs status` of the mount shows what holds it up",
+            reported=as_json,
+        )
+
+
+def wait_until(
+    paths: Sequence[Path], target: str, timeout_seconds: float | None, *, shown: bool
+) -> tuple[list[FileStanding], int, int]:
+    """Wait for the files there are now; those made later are not waited for, those deleted meanwhile no longer.
+
+    Returns the files still behind (none: reached), how many files there were, and their bytes.
+    """
+    waiting: dict[Place, list[tuple[int, str, int]]] = {}
+    for path in paths:
+        place = place_of_path(path)
+        place.ask("mount", {"do": "status"})
+        waiting.setdefault(place, []).extend(walk_files(path))
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    count = sum(len({ino for ino, _, _ in files}) for files in waiting.values())
+    total = sum(sum({ino: size for ino, _, size in files}.values()) for files in waiting.values())
+    with bytes_progress(shown=shown) as progress:
+        bar = progress.add_task(f"until {target}", total=total)
+        while True:
+            behind = []
+            for place, files in waiting.items():
+                late = [file for file in standing_of_files(place, files) if rank(file.state) < rank(target)]
+                paths_late = {file.path for file in late}
+                waiting[place] = [file for file in files if file[1] in paths_late]
+                behind += late
+            progress.update(bar, completed=total - sum(file.size_bytes for file in behind))
+            if not behind or (deadline is not None and time.monotonic() >= deadline):
+                return behind, count, total
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,122 @@
+"""`ckptfs status`: a cluster, a node, or how far a file has come up the ladder."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from ckptfs.fs.cli_errors import Unreachable, WrongUse
+from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, human_seconds, print_json
+from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.mount_table import mount_of
+from ckptfs.fs.status import (
+    Place,
+    local_node_of,
+    nodes_status,
+    path_standing,
+    place_of_mount,
+    places_of_cluster,
+    places_of_this_machine,
+)
+
+WATCH_SECONDS = 1.0
+
+
+def status(
+    where: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[WHERE]", help="A cluster's directory, a mountpoint, or a file or directory in a mount.", show_default=False
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second until interrupted.")] = False,
+) -> None:
+    """Show nodes, or how far a file has come: open, local, protected. Without WHERE: this machine's node."""
+    if watch and as_json:
+        raise WrongUse("--watch and --json exclude each other")
+    places = places_for(where)
+    if where is not None and places is None:
+        target = where
+        _show(lambda: path_standing(target).as_json(), _path_text, as_json, watch)
+        return
+    places = places or []
+    document = _show(lambda: {"nodes": nodes_status(places)}, _nodes_text, as_json, watch)
+    if not any(node["alive"] for node in document["nodes"]):
+        message = "no node answers" if len(places) != 1 else f"{places[0].id} does not answer"
+        raise Unreachable(message, reported=as_json)
+
+
+def places_for(where: Path | None) -> list[Place] | None:
+    """The nodes WHERE names as a whole; None where it is a path inside a mount. Raises `WrongUse`."""
+    if where is None:
+        return places_of_this_machine()
+    mounted = mount_of(where)
+    if mounted is not None:
+        names_mount = mounted.mountpoint in (Path(os.path.abspath(where)), Path(os.path.realpath(where)))
+        return [place_of_mount(mounted)] if names_mount else None
+    if LocalCluster.is_one(where):
+        return places_of_cluster(LocalCluster(where))
+    place = local_node_of(where)
+    if place is not None and Path(os.path.abspath(where)) in (place.mountpoint, place.mountpoint.parent):
+        return [place]
+    return None
+
+
+def _show(
+    read: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], RenderableType], as_json: bool, watch: bool
+) -> dict[str, Any]:
+    document = read()
+    out = console()
+    if as_json:
+        print_json(document)
+    elif not watch:
+        out.print(render(document))
+    else:
+        with Live(render(document), console=out, auto_refresh=False) as live:
+            while True:
+                time.sleep(WATCH_SECONDS)
+                document = read()
+                live.update(render(document), refresh=True)
+    return document
+
+
+def _nodes_text(document: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("node", "processes", "lane", "unprotected", "oldest", "open", "mountpoint"):
+        table.add_column(heading, overflow="fold")
+    reasons: dict[str, list[str]] = {}
+    for node in document["nodes"]:
+        processes = node["processes"]
+        missing = [role for role, pid in processes.items() if pid is None]
+        state = "all run" if not missing else ("down" if len(missing) == len(processes) else f"no {', no '.join(missing)}")
+        if node["alive"]:
+            table.add_row(
+                node["id"],
+                state,
+                node["lane"],
+                human_bytes(node["unprotected_bytes"]),
+                human_seconds(node["oldest_unprotected_seconds"]) if node["unprotected_bytes"] else "-",
+                str(node["open_files"] if node["open_files"] is not None else "?"),
+                node["mountpoint"],
+            )
+        else:
+            table.add_row(node["id"], state, "-", "?", "?", "-", node["mountpoint"])
+        if node["lane"] not in (None, "passthrough") and node["lane_reason"]:
+            reasons.setdefault(f"{node['lane']}: {node['lane_reason']}", []).append(node["id"])
+    return Group(table, *(f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()))
+
+
+def _path_text(document: dict[str, Any]) -> RenderableType:
+    files = "" if document["files"] == 1 else f" in {document['files']} files"
+    survives = document["protected_m"]
+    tail = f", survives the loss of any {survives} failure domains" if survives else ", not safe if this node is lost"
+    if not document["files"]:
+        tail = ""
+    return f"{document['state']}: {human_bytes(document['bytes'])}{files}{tail}"

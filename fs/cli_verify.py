@@ -1,0 +1,106 @@
+"""`ckptfs verify`: have every shard re-read and hashed where it lies, and say what is wrong."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckptfs.fs.cli_errors import NotReached, Unreachable
+from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, print_json
+from ckptfs.fs.format_checks import check_format
+from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.status import Place, place_of_path, places_of_cluster, places_of_this_machine, walk_files
+
+FILES_PER_REQUEST = 16
+ANSWER_SECONDS = 3600.0
+"""One request reads every shard of its files; a slow disk with large files takes long, and a dead agent breaks off at once."""
+
+GOOD = ("ok", "unprotected")
+"""`unprotected`: there are no shards yet, so nothing can be wrong with them."""
+
+
+def verify(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH…]", help="Files or directories in a mount, or a cluster's directory.", show_default=False),
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Decode everything, compare it with what was written, and open the formats.")
+    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Rebuild the shards that are damaged or missing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Re-read and hash every shard. Without PATH: everything in the mounts of this machine."""
+    results: list[dict[str, Any]] = []
+    for place, root in _targets(paths):
+        place.ask("mount", {"do": "status"})
+        files = list({ino: (ino, path, size) for ino, path, size in walk_files(root)}.values())
+        results += _verify_files(place, files, deep=deep, repair=repair, shown=not as_json)
+    bad = [result for result in results if result["result"] not in GOOD]
+    if as_json:
+        print_json({"ok": not bad, "files": results})
+    else:
+        _print(results)
+    if bad:
+        raise NotReached(f"{len(bad)} of {len(results)} files are not as they should be", reported=as_json)
+
+
+def _targets(paths: list[Path] | None) -> list[tuple[Place, Path]]:
+    if not paths:
+        return [(place, place.mountpoint) for place in places_of_this_machine()]
+    found = []
+    for path in paths:
+        if LocalCluster.is_one(path):
+            place = _first_that_answers(places_of_cluster(LocalCluster(path)))
+            found.append((place, place.mountpoint))
+        else:
+            found.append((place_of_path(path), path))
+    return found
+
+
+def _first_that_answers(places: list[Place]) -> Place:
+    for place in places:
+        try:
+            place.ask("mount", {"do": "status"})
+        except Unreachable:
+            continue
+        return place
+    raise Unreachable("no node of this cluster answers; `ckptfs cluster up` starts them")
+
+
+def _verify_files(
+    place: Place, files: list[tuple[int, str, int]], *, deep: bool, repair: bool, shown: bool
+) -> Iterator[dict[str, Any]]:
+    with bytes_progress(shown=shown) as progress:
+        bar = progress.add_task("verified", total=sum(size for _, _, size in files))
+        for start in range(0, len(files), FILES_PER_REQUEST):
+            part = files[start : start + FILES_PER_REQUEST]
+            request = {"do": "verify", "inos": [ino for ino, _, _ in part], "deep": deep, "repair": repair}
+            answer = place.ask("agent", request, timeout_seconds=ANSWER_SECONDS)
+            by_inode = {fact["ino"]: fact for fact in answer["files"]}
+            for ino, path, size in part:
+                fact = by_inode.get(ino)
+                if fact is None:
+                    continue  # deleted meanwhile
+                if deep and fact["result"] in GOOD and (wrong := check_format(Path(path))):
+                    fact = {**fact, "result": "format", "message": wrong}
+                yield {"path": path, **fact}
+                progress.advance(bar, size)
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    out = console()
+    counts: dict[str, int] = {}
+    for result in results:
+        counts[result["result"]] = counts.get(result["result"], 0) + 1
+        if result["result"] not in GOOD:
+            out.print(f"{result['result']}: {result['path']}: {result.get('message') or _shards(result)}", soft_wrap=True)
+    total = sum(int(result.get("bytes") or 0) for result in results)
+    summary = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "no files"
+    out.print(f"{summary}{f' ({human_bytes(total)})' if total else ''}")
+
+
+def _shards(result: dict[str, Any]) -> str:
+    parts = [f"{word} shards {result[word]}" for word in ("damaged", "missing", "unreachable") if result.get(word)]
+    return ", ".join(parts) or "no details"

@@ -1,0 +1,270 @@
+"""A whole cluster on one machine: real nodes, one directory each, one shared SQLite catalog.
+
+::
+
+    DIR/cluster.json    {"format": 1}: what marks the directory as ours
+    DIR/catalog.db      the catalog of all nodes
+    DIR/node-0/         node.toml, store/, mnt/ (its mount), log/
+    DIR/node-1/ …
+
+Nodes are detached processes: they outlive the command that started them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.local_socket import NodeNotAnswering, call
+from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
+from ckptfs.fs.node_processes import NodeProcesses
+
+MARKER = "cluster.json"
+NODES_MAX = 64
+START_SECONDS = 60.0
+"""How long a node may take to mount. Six at once on two cores take about ten seconds."""
+
+STOP_SECONDS = 20.0
+ANSWER_SECONDS = 5.0
+LOG_LINES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """What a new cluster's configuration files say beyond the paths; None: the program's default."""
+
+    data_shards: int | None = None
+    parity_shards: int | None = None
+    passthrough: str | None = None
+    codec: str | None = None
+    settle_seconds: float | None = None
+
+
+class ClusterNode:
+    """One node's directory and what can be done to its processes."""
+
+    def __init__(self, cluster: Path, number: int) -> None:
+        self.number = number
+        self.id = f"node-{number}"
+        self.directory = cluster / self.id
+        self.config = self.directory / "node.toml"
+        self.store = self.directory / "store"
+        self.mountpoint = self.directory / "mnt"
+        self.log = self.directory / "log"
+        self.catalog = cluster / "catalog.db"
+        self.processes = NodeProcesses(self.store)
+
+    def write_config(self, settings: ClusterSettings) -> None:
+        """Make the node's directories and its configuration."""
+        for directory in (self.directory, self.mountpoint, self.log):
+            directory.mkdir(mode=0o755, exist_ok=True)
+        lines = [
+            "[node]",
+            f"id = {json.dumps(self.id)}",
+            f"store = {json.dumps(str(self.store))}",
+            f"mountpoint = {json.dumps(str(self.mountpoint))}",
+            f"catalog = {json.dumps(f'sqlite:///{self.catalog}')}",
+            f"log_directory = {json.dumps(str(self.log))}",
+        ]
+        sections = {
+            "protection": ("data_shards", "parity_shards", "codec"),
+            "mount": ("passthrough", "settle_seconds"),
+        }
+        for section, keys in sections.items():
+            values = {key: getattr(settings, key) for key in keys if getattr(settings, key) is not None}
+            if values:
+                lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+        temporary = self.config.with_suffix(".new")
+        temporary.write_text("\n".join(lines) + "\n")
+        temporary.rename(self.config)
+
+    def answers(self) -> bool:
+        """Whether the mount is there and its daemon answers."""
+        if not mounts_at(self.mountpoint):
+            return False
+        try:
+            return bool(call(self.store / "run" / "mount.sock", {"do": "status"}, timeout_seconds=ANSWER_SECONDS).get("ok", True))
+        except NodeNotAnswering:
+            return False
+
+    def start(self) -> "subprocess.Popen[bytes] | None":
+        """Start the node detached, unless it runs. What is left of a dead one's mount is taken away first."""
+        if self.processes.pids()["supervisor"] is not None:
+            return None
+        self.processes.kill()
+        detach(self.mountpoint, abort=True)
+        with open(self.log / "node.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "ckptfs.fs.cli", "node", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def kill(self) -> None:
+        """End the node without warning, as a power cut of its machine would, and take its dead mount away."""
+        self.processes.kill()
+        detach(self.mountpoint, abort=True)
+
+    def log_tail(self) -> str:
+        """The end of the newest log, for a message about a node that did not start."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            for path in sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:1]:
+                text = path.read_text(errors="replace")[-8000:].splitlines()
+                lines = [f"  {path}:", *(f"    {line}" for line in text[-LOG_LINES_SHOWN:])]
+        return "\n".join(lines)
+
+
+class LocalCluster:
+    """The cluster in a directory. Every method may be called again after it failed or was interrupted."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(os.path.abspath(directory))
+
+    @staticmethod
+    def is_one(directory: Path) -> bool:
+        """Whether the directory holds a local cluster."""
+        return (directory / MARKER).is_file()
+
+    @classmethod
+    def existing(cls, directory: Path) -> "LocalCluster":
+        """The cluster in that directory. Raises `WrongUse` if there is none."""
+        if not cls.is_one(directory):
+            raise WrongUse(f"{directory} holds no cluster; `ckptfs cluster up {directory}` makes one")
+        return cls(directory)
+
+    @property
+    def nodes(self) -> list[ClusterNode]:
+        """The nodes, by number."""
+        numbers = sorted(
+            int(path.name.removeprefix("node-"))
+            for path in self.directory.glob("node-*")
+            if path.name.removeprefix("node-").isdecimal() and (path / "node.toml").is_file()
+        )
+        return [ClusterNode(self.directory, number) for number in numbers]
+
+    def node(self, number: int) -> ClusterNode:
+        """One node. Raises `WrongUse` if the cluster has none of that number."""
+        for node in self.nodes:
+            if node.number == number:
+                return node
+        raise WrongUse(f"{self.directory} has no node {number}; its nodes are 0 to {len(self.nodes) - 1}")
+
+    def up(self, node_count: int | None, settings: ClusterSettings, *, start_seconds: float = START_SECONDS) -> list[ClusterNode]:
+        """Start every node that is down, making the cluster first if there is none, and wait until all mounts answer.
+
+        Returns the nodes that were started. Raises `WrongUse`, or `NotReached` with the end of the log of a node that failed.
+        """
+        self._make(node_count, settings)
+        with self._locked():
+            return self._start(self.nodes, start_seconds)
+
+    def revive(self, number: int, *, start_seconds: float = START_SECONDS) -> None:
+        """Start one node again. Raises as `up`."""
+        node = self.node(number)
+        with self._locked():
+            self._start([node], start_seconds)
+
+    def kill(self, number: int) -> None:
+        """End one node without warning."""
+        node = self.node(number)
+        node.kill()
+        if living := node.processes.living():
+            raise NotReached(f"{node.id}: processes {living} did not die")
+
+    def down(self, *, remove: bool) -> None:
+        """End every node, cleanly where it can be done, and take the mounts away; with `remove` the directory's content too."""
+        with self._locked():
+            nodes = self.nodes
+            for node in nodes:
+                node.processes.ask_supervisor_to_end()
+            deadline = time.monotonic() + STOP_SECONDS
+            for node in nodes:
+                node.processes.wait_ended(deadline)
+                node.kill()
+            if remove:
+                self._remove(nodes)
+
+    def _make(self, node_count: int | None, settings: ClusterSettings) -> None:
+        if node_count is not None and not 1 <= node_count <= NODES_MAX:
+            raise WrongUse(f"--nodes: 1 to {NODES_MAX}")
+        if not self.is_one(self.directory):
+            self._refuse_unfit_directory()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / MARKER).write_text(json.dumps({"format": 1}) + "\n")
+        with self._locked():
+            present = {node.number for node in self.nodes}
+            wanted = node_count if node_count is not None else (len(present) or 6)
+            if wanted < len(present):
+                raise WrongUse(
+                    f"the cluster in {self.directory} has {len(present)} nodes; a node is not removed by --nodes {wanted}"
+                )
+            for number in sorted(set(range(wanted)) - present):
+                ClusterNode(self.directory, number).write_config(settings)
+
+    def _refuse_unfit_directory(self) -> None:
+        if mounted := mount_of(self.directory):
+            raise WrongUse(f"{self.directory} lies in the ckptfs mount {mounted.mountpoint}; a cluster needs a directory outside")
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                if os.listdir(self.directory):
+                    raise WrongUse(f"{self.directory} is not empty and holds no cluster; name a new or empty directory")
+            except NotADirectoryError:
+                raise WrongUse(f"{self.directory} is not a directory") from None
+
+    def _start(self, nodes: Sequence[ClusterNode], start_seconds: float) -> list[ClusterNode]:
+        started = {node.id: process for node in nodes if (process := node.start()) is not None}
+        try:
+            self._wait_mounted(nodes, started, time.monotonic() + start_seconds)
+        finally:
+            for process in started.values():
+                process.returncode = process.returncode or 0  # they outlive us: no warning about a child nobody waited for
+        return [node for node in nodes if node.id in started]
+
+    def _wait_mounted(
+        self, nodes: Sequence[ClusterNode], started: Mapping[str, "subprocess.Popen[bytes]"], deadline: float
+    ) -> None:
+        waiting = list(nodes)
+        while waiting := [node for node in waiting if not node.answers()]:
+            for node in waiting:
+                process = started.get(node.id)
+                status = process.poll() if process else None
+                if status is not None:
+                    raise NotReached(f"{node.id} ended with status {status}; its log says:\n{node.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise NotReached(f"{node.id} did not mount in time; its log says:\n{node.log_tail()}")
+            time.sleep(0.05)
+
+    def _remove(self, nodes: Sequence[ClusterNode]) -> None:
+        inside = [mounted.mountpoint for mounted in mounts() if mounted.mountpoint.is_relative_to(self.directory)]
+        if inside:
+            raise NotReached(f"{inside[0]} is still mounted; nothing was removed")
+        for node in nodes:
+            shutil.rmtree(node.directory)
+        for path in self.directory.glob("catalog.db*"):
+            path.unlink()
+        (self.directory / MARKER).unlink()
+        (self.directory / "cluster.lock").unlink()
+        with contextlib.suppress(OSError):  # something of somebody else's is in it: that stays
+            self.directory.rmdir()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One command at a time starts or stops nodes of this cluster."""
+        descriptor = os.open(self.directory / "cluster.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,240 @@
+"""What a node, a cluster and a file are like now: asked of the nodes' own sockets, gathered for people and programs."""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.fs.cli_errors import Unreachable, WrongUse
+from ckptfs.fs.config import ConfigurationError, load_config
+from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
+from ckptfs.fs.mount_table import Mounted, mount_of, mounts
+from ckptfs.fs.node_processes import NodeProcesses
+
+DEFAULT_CONFIG = Path("/etc/ckptfs/node.toml")
+ANSWER_SECONDS = 10.0
+INODES_PER_REQUEST = 1000
+
+LADDER = ("lost", "unreachable", "open", "local", "degraded", "protected", "tiered")
+"""The states from worst to best: a directory is as good as the worst file in it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node is: all that is needed to ask it."""
+
+    id: str
+    store: Path
+    mountpoint: Path
+
+    def ask(self, socket: str, request: Message, *, timeout_seconds: float = ANSWER_SECONDS) -> Message:
+        """Ask the node's `mount` or `agent`. Raises `Unreachable`, also where the node answers that it can't."""
+        try:
+            answer = call(self.store / "run" / f"{socket}.sock", request, timeout_seconds=timeout_seconds)
+        except NodeNotAnswering as error:
+            raise Unreachable(
+                f"the {socket} process of {self.id} does not answer ({error}); `ckptfs status` shows its processes"
+            ) from None
+        if not answer.get("ok", True):
+            reason = answer.get("message") or answer.get("error") or "no reason given"
+            raise Unreachable(f"the {socket} process of {self.id} could not answer: {reason}")
+        return answer
+
+
+@dataclass(frozen=True)
+class FileStanding:
+    """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them."""
+
+    path: str
+    state: str
+    protected_m: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class PathStanding:
+    """A file's standing, or that of all regular files under a directory: the worst of each."""
+
+    path: str
+    files: list[FileStanding] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        return min((file.state for file in self.files), key=rank, default="protected")
+
+    @property
+    def protected_m(self) -> int | None:
+        """None where there is no file."""
+        return min((file.protected_m for file in self.files), default=None)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "state": self.state,
+            "protected_m": self.protected_m,
+            "bytes": self.size_bytes,
+            "files": len(self.files),
+        }
+
+
+def rank(state: str) -> int:
+    """The state's place on the ladder; a word from a newer release counts as the worst."""
+    return LADDER.index(state) if state in LADDER else -1
+
+
+def place_of_mount(mounted: Mounted) -> Place:
+    """The node behind a mount."""
+    return Place(_node_id(mounted.store), mounted.store, mounted.mountpoint)
+
+
+def place_of_path(path: Path) -> Place:
+    """The node in whose mount the path lies. Raises `WrongUse` if it lies in none, `Unreachable` if that node is down."""
+    mounted = mount_of(path)
+    if mounted is not None:
+        return place_of_mount(mounted)
+    if down := local_node_of(path):
+        raise Unreachable(f"{path}: {down.id} is not mounted; `ckptfs cluster up` or `ckptfs node` starts it")
+    raise WrongUse(f"{path} lies in no ckptfs mount and is no cluster's directory")
+
+
+def places_of_cluster(cluster: LocalCluster) -> list[Place]:
+    return [Place(node.id, node.store, node.mountpoint) for node in cluster.nodes]
+
+
+def places_of_this_machine() -> list[Place]:
+    """The configured node of this machine, otherwise every node with a mount here. Raises `Unreachable` if there is none."""
+    if DEFAULT_CONFIG.exists():
+        try:
+            config = load_config(DEFAULT_CONFIG)
+        except ConfigurationError as error:
+            raise WrongUse(str(error)) from None
+        return [Place(str(config.node_id), config.store, config.mountpoint)]
+    found = {mounted.store: place_of_mount(mounted) for mounted in mounts()}
+    if not found:
+        raise Unreachable(f"no node runs on this machine: there is neither a ckptfs mount nor {DEFAULT_CONFIG}")
+    return list(found.values())
+
+
+def node_status(place: Place) -> dict[str, Any]:
+    """One node as `ckptfs status --json` shows it. A node that is down has null where only it could know."""
+    processes = NodeProcesses(place.store).pids()
+    mount = _answer_or_none(place, "mount")
+    agent = _answer_or_none(place, "agent")
+    known = mount or {}
+    return {
+        "id": place.id,
+        "alive": mount is not None,
+        "lane": known.get("lane"),
+        "lane_reason": known.get("lane_reason"),
+        "mountpoint": str(place.mountpoint),
+        "store": str(place.store),
+        "processes": processes,
+        "unprotected_bytes": known.get("unprotected_bytes"),
+        "oldest_unprotected_seconds": known.get("oldest_unprotected_seconds"),
+        "open_files": known.get("open_files"),
+        "mount": mount,
+        "agent": agent,
+    }
+
+
+def nodes_status(places: Sequence[Place]) -> list[dict[str, Any]]:
+    """All of them, asked at the same time."""
+    if not places:
+        return []
+    with ThreadPoolExecutor(max_workers=min(32, len(places))) as pool:
+        return list(pool.map(node_status, places))
+
+
+def path_standing(path: Path) -> PathStanding:
+    """How the file, or everything under the directory, stands. Raises `WrongUse` or `Unreachable`."""
+    place = place_of_path(path)
+    place.ask("mount", {"do": "status"})  # before the walk, which a dead mount would hold up
+    return PathStanding(str(path), standing_of_files(place, list(walk_files(path))))
+
+
+def walk_files(path: Path) -> Iterator[tuple[int, str, int]]:
+    """(inode, path, size) of the file, or of every regular file under the directory that is not deleted meanwhile."""
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError:
+        raise WrongUse(f"{path} does not exist") from None
+    except OSError as error:
+        raise Unreachable(f"{path}: {error.strerror}") from None
+    if not stat.S_ISDIR(facts.st_mode):
+        if stat.S_ISREG(facts.st_mode):
+            yield facts.st_ino, str(path), facts.st_size
+        return
+    pending = [os.fspath(path)]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        try:
+                            size = entry.stat(follow_symlinks=False).st_size
+                        except FileNotFoundError:
+                            continue
+                        yield entry.inode(), entry.path, size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise Unreachable(f"{error.filename}: {error.strerror}") from None
+
+
+def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> list[FileStanding]:
+    """The standing of each file that still exists, in the order given; several names of one file count once."""
+    paths: dict[int, tuple[str, int]] = {}
+    for ino, path, size in files:
+        paths.setdefault(ino, (path, size))
+    inodes = list(paths)
+    found = []
+    for start in range(0, len(inodes), INODES_PER_REQUEST):
+        part = inodes[start : start + INODES_PER_REQUEST]
+        states = place.ask("mount", {"do": "state", "inos": part})["states"]
+        for ino in part:
+            fact = states.get(ino) or states.get(str(ino))
+            if fact is not None:
+                path, size = paths[ino]
+                found.append(FileStanding(path, fact["state"], fact.get("protected_m") or 0, fact.get("bytes", size)))
+    return found
+
+
+def _answer_or_none(place: Place, socket: str) -> Message | None:
+    try:
+        answer = place.ask(socket, {"do": "status"}, timeout_seconds=5.0)
+    except Unreachable:
+        return None
+    return {key: value for key, value in answer.items() if key != "ok"}
+
+
+def _node_id(store: Path) -> str:
+    """The id in the store's label; the directory's name where it can't be read."""
+    try:
+        return StoreDirectory.open(store).node
+    except (StoreError, OSError):
+        return store.parent.name
+
+
+def local_node_of(path: Path) -> Place | None:
+    """The node of a local cluster in whose directory the path lies, whether or not it runs."""
+    path = Path(os.path.abspath(path))
+    for directory in (path, *path.parents):
+        if (directory / "node.toml").is_file():
+            try:
+                config = load_config(directory / "node.toml")
+            except ConfigurationError as error:
+                raise WrongUse(str(error)) from None
+            return Place(str(config.node_id), config.store, config.mountpoint)
+    return None
