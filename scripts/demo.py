@@ -1,0 +1,227 @@
+"""The whole path on one machine, with the real parts: save, protect, lose two nodes, read back. Run it through `scripts/demo`."""
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ckptfs.fs.cli_errors import CommandError, NotReached
+from ckptfs.fs.cli_flush import wait_until
+from ckptfs.fs.cli_output import human_bytes
+from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+from ckptfs.fs.mount_table import mounts_at
+from ckptfs.fs.status import node_status, place_of_mount
+
+DEFAULT_DIRECTORY = Path("/var/tmp/ckptfs-demo")
+"""Not /tmp, which some distributions keep in memory."""
+
+PAIRS = 3
+"""Saves into the mount and into the plain directory, in turns; the medians are compared."""
+
+PROTECT_SECONDS_MAX = 300.0
+READ_SIZE = 4 << 20
+TENSOR_SIZE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How a checkpoint is written, and how it is checked that it loads."""
+
+    name: str
+    suffix: str
+    save: Callable[[Path], None]
+    loads_equal: Callable[[Path], bool]
+
+
+@dataclass
+class Figures:
+    """What the table shows; seconds, and bytes."""
+
+    writer: str
+    size_bytes: int
+    acknowledge_seconds: float
+    plain_seconds: float
+    protect_seconds: float
+    restore_seconds: float
+    lane: str
+
+
+def main() -> int:
+    arguments = _parse()
+    out = Console(highlight=False)
+    cluster = LocalCluster(arguments.directory)
+    try:
+        figures = _run(cluster, arguments.size_mb << 20, out)
+    except CommandError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"demo: {error.filename or 'the mount'}: {error.strerror}", file=sys.stderr)
+        return 1
+    finally:
+        if arguments.keep_nothing and LocalCluster.is_one(cluster.directory):
+            shutil.rmtree(cluster.directory / "plain", ignore_errors=True)
+            cluster.down(remove=True)
+    out.print(_table(figures))
+    if not arguments.keep_nothing:
+        _print_how_to_go_on(cluster, out)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, help=f"default: {DEFAULT_DIRECTORY}")
+    parser.add_argument("--size-mb", type=int, default=400, help="size of the checkpoint (default: 400)")
+    parser.add_argument("--keep-nothing", action="store_true", help="take the cluster down and remove it at the end")
+    arguments = parser.parse_args()
+    if arguments.size_mb < 1:
+        parser.error("--size-mb: at least 1")
+    return arguments
+
+
+def _run(cluster: LocalCluster, size_bytes: int, out: Console) -> Figures:
+    out.print(f"[bold]1[/] a six-node cluster (4+2) in {cluster.directory}", soft_wrap=True)
+    _check_space(cluster.directory, size_bytes)
+    cluster.up(None if LocalCluster.is_one(cluster.directory) else 6, ClusterSettings())
+    first, second, third = cluster.nodes[:3]
+    lane = node_status(place_of_mount(mounts_at(first.mountpoint)[-1]))["lane"]
+
+    writer = _writer(size_bytes)
+    plain = cluster.directory / "plain"
+    plain.mkdir(exist_ok=True)
+    folder = first.mountpoint / "demo"
+    folder.mkdir(exist_ok=True)
+    name = f"step-{time.time_ns() // 10**9}{writer.suffix}"
+    out.print(
+        f"[bold]2[/] {writer.name} into {folder / name}, and {PAIRS} times in turns into the plain directory beside it",
+        soft_wrap=True,
+    )
+    acknowledge, beside = _save_in_turns(writer, folder / name, plain / name)
+
+    out.print("[bold]3[/] its way to protected")
+    started = time.monotonic()
+    behind, _, _ = wait_until([folder / name], "protected", PROTECT_SECONDS_MAX, shown=True)
+    protect = time.monotonic() - started
+    if behind:
+        raise NotReached(f"{behind[0].path} is still {behind[0].state} after {protect:.0f} s; look at {first.log}")
+
+    out.print(f"[bold]4[/] {first.id}, which wrote it, and {second.id} are killed without warning")
+    cluster.kill(first.number)
+    cluster.kill(second.number)
+
+    copy = third.mountpoint / "demo" / name
+    out.print(f"[bold]5[/] read back through {copy}", soft_wrap=True)
+    started = time.monotonic()
+    size_read = _read(copy)
+    restore = time.monotonic() - started
+    if size_read != (plain / name).stat().st_size or _sha256(copy) != _sha256(plain / name) or not writer.loads_equal(copy):
+        raise NotReached(f"{copy} differs from {plain / name}: this is a bug; both files and the logs are kept")
+    out.print("  the hashes agree, and it loads")
+    shutil.rmtree(plain)
+    cluster.up(None, ClusterSettings())
+    return Figures(writer.name, size_read, acknowledge, beside, protect, restore, str(lane))
+
+
+def _check_space(directory: Path, size_bytes: int) -> None:
+    """Six stores' shards (1.5 times the bytes), the local copies of two nodes, and three plain copies."""
+    parent = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    needed, free = 8 * size_bytes + (1 << 30), shutil.disk_usage(parent).free
+    if free < needed:
+        raise NotReached(
+            f"{parent} has {human_bytes(free)} free, this takes {human_bytes(needed)}; name another directory or --size-mb"
+        )
+
+
+def _writer(size_bytes: int) -> Writer:
+    random = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
+    tensors = {
+        f"layers.{index}.weight": random.standard_normal(min(TENSOR_SIZE, size_bytes - start) // 4, dtype=np.float32)
+        for index, start in enumerate(range(0, size_bytes, TENSOR_SIZE))
+    }
+    try:
+        import torch
+    except ImportError:
+        from safetensors.numpy import load_file, save_file
+
+        return Writer(
+            "safetensors",
+            ".safetensors",
+            lambda path: save_file(tensors, path),
+            lambda path: all(np.array_equal(value, tensors[key]) for key, value in load_file(path).items()),
+        )
+    state = {key: torch.from_numpy(value) for key, value in tensors.items()}
+
+    def loads_equal(path: Path) -> bool:
+        loaded = torch.load(path, mmap=True, weights_only=True)
+        return loaded.keys() == state.keys() and all(bool(torch.equal(value, state[key])) for key, value in loaded.items())
+
+    return Writer("torch.save", ".pt", lambda path: torch.save(state, path), loads_equal)
+
+
+def _save_in_turns(writer: Writer, in_mount: Path, plain: Path) -> tuple[float, float]:
+    """Median seconds of a save into the mount and of one into the plain directory."""
+    seconds: dict[Path, list[float]] = {in_mount: [], plain: []}
+    for turn in range(PAIRS):
+        for path in (plain, in_mount) if turn % 2 else (in_mount, plain):
+            path.unlink(missing_ok=True)
+            started = time.monotonic()
+            writer.save(path)
+            seconds[path].append(time.monotonic() - started)
+    # The writer gives every save the same bytes but for the archive's name, which is the file's: so the files are equal.
+    return statistics.median(seconds[in_mount]), statistics.median(seconds[plain])
+
+
+def _read(path: Path) -> int:
+    size_bytes = 0
+    buffer = bytearray(READ_SIZE)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size_bytes += count
+    return size_bytes
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _table(figures: Figures) -> Table:
+    size_bytes = figures.size_bytes
+    table = Table(title=f"{figures.writer}, {human_bytes(size_bytes)}, {figures.lane} lane", box=None, show_header=False)
+    rate = size_bytes / 1e9
+    table.add_row("time to acknowledge", f"{figures.acknowledge_seconds:.2f} s", f"{rate / figures.acknowledge_seconds:.2f} GB/s")
+    table.add_row("the same in the plain directory", f"{figures.plain_seconds:.2f} s", f"{rate / figures.plain_seconds:.2f} GB/s")
+    table.add_row("ratio", f"{figures.acknowledge_seconds / figures.plain_seconds:.2f}", "1.00 is the plain directory's time")
+    table.add_row(
+        "time to protect", f"{figures.protect_seconds:.2f} s", f"{rate / figures.protect_seconds:.2f} GB/s, from the last save"
+    )
+    table.add_row(
+        "time to restore", f"{figures.restore_seconds:.2f} s", f"{rate / figures.restore_seconds:.2f} GB/s, two nodes dead"
+    )
+    return table
+
+
+def _print_how_to_go_on(cluster: LocalCluster, out: Console) -> None:
+    command = Path(sys.executable).parent / "ckptfs"
+    for line in (
+        "the two nodes run again; the cluster stays up:",
+        f"  look at it:       {command} status {cluster.directory}",
+        f"  save into it:     any program, into {cluster.nodes[0].mountpoint} (or another node's mnt)",
+        f"  wait for safety:  {command} flush {cluster.nodes[0].mountpoint}",
+        f"  take it down:     {command} cluster down {cluster.directory} --remove",
+    ):
+        out.print(line, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
