@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(format_message(), file=sys.stderr)
             return 2
-        return _failed(WrongUse(f"{format_message()} `ckptfs --help` shows the commands"), arguments)
+        return _failed(WrongUse(f"{format_message().rstrip(chr(46))}; `ckptfs --help` shows the commands"), arguments)
     return result if isinstance(result, int) else 0
 
 

@@ -24,9 +24,10 @@ def node(
     ] = (DEFAULT_CONFIG),
 ) -> None:
     """Run this machine's node in the foreground until SIGTERM: supervisor, mount and agent."""
+    loaded = load_config(config)
     from ckptfs.fs import supervisor  # only this command needs it and all that it imports
 
-    supervisor.run(load_config(config))
+    supervisor.run(loaded)
 
 
 def umount(

@@ -166,7 +166,7 @@ class LocalCluster:
 
         Returns the nodes that were started. Raises `WrongUse`, or `NotReached` with the end of the log of a node that failed.
         """
-        self._make(node_count, settings)
+        self.prepare(node_count, settings)
         with self._locked():
             return self._start(self.nodes, start_seconds)
 
@@ -196,7 +196,11 @@ class LocalCluster:
             if remove:
                 self._remove(nodes)
 
-    def _make(self, node_count: int | None, settings: ClusterSettings) -> None:
+    def prepare(self, node_count: int | None, settings: ClusterSettings = ClusterSettings()) -> None:
+        """Make the directory and the nodes' configurations, as far as they are not there; None: as many as there are, or 6.
+
+        Raises `WrongUse`; nothing is changed then.
+        """
         if node_count is not None and not 1 <= node_count <= NODES_MAX:
             raise WrongUse(f"--nodes: 1 to {NODES_MAX}")
         if not self.is_one(self.directory):

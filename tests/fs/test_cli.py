@@ -1,0 +1,73 @@
+"""The command line's promise: exit codes, one line for an error, JSON where it was asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptfs import __version__
+from ckptfs.fs.cli import run
+from ckptfs.fs.local_cluster import LocalCluster
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"ckptfs {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["cluster", "--help"], ["cluster", "up", "--help"], ["status", "--help"]])
+def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Usage: ckptfs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nonsense"], 2, "No such command"),
+        (["flush"], 2, "Missing argument"),
+        (["verify", "--wrong"], 2, "No such option"),
+        (["cluster", "kill", "{tmp}", "0"], 2, "holds no cluster"),
+        (["cluster", "kill", "{tmp}", "many"], 2, "valid int"),
+        (["cluster", "up", "{tmp}/c", "--nodes", "0"], 2, "1 to 64"),
+        (["cluster", "up", "{tmp}/full"], 2, "not empty"),
+        (["cluster", "up", "{tmp}/full/file"], 2, "not a directory"),
+        (["flush", "{tmp}", "--to", "tiered"], 2, "local or protected"),
+        (["flush", "{tmp}", "--timeout", "-1"], 2, "--timeout"),
+        (["flush", "{tmp}"], 2, "lies in no ckptfs mount"),
+        (["status", "{tmp}"], 2, "lies in no ckptfs mount"),
+        (["status", "{tmp}", "--json", "--watch"], 2, "exclude each other"),
+        (["verify", "{tmp}"], 2, "lies in no ckptfs mount"),
+        (["umount", "{tmp}"], 2, "no ckptfs mount"),
+        (["node", "--config", "{tmp}/none.toml"], 2, "none.toml"),
+    ],
+)
+def test_wrong_use_is_one_line_and_its_code(
+    arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert run([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("ckptfs: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", str(tmp_path), "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == 2
+    assert "lies in no ckptfs mount" in document["error"]
+
+
+def test_a_cluster_that_is_down_is_shown_and_unreachable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = LocalCluster(tmp_path / "c")
+    cluster.prepare(3)
+    assert run(["status", str(tmp_path / "c"), "--json"]) == 3
+    nodes = json.loads(capsys.readouterr().out)["nodes"]
+    assert [(node["id"], node["alive"]) for node in nodes] == [("node-0", False), ("node-1", False), ("node-2", False)]
+    assert run(["status", str(tmp_path / "c" / "node-1"), "--json"]) == 3
+    assert [node["id"] for node in json.loads(capsys.readouterr().out)["nodes"]] == ["node-1"]
+    assert run(["cluster", "kill", str(tmp_path / "c"), "7"]) == 2
+    assert "has no node 7" in capsys.readouterr().err

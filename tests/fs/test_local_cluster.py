@@ -1,0 +1,54 @@
+"""What a cluster writes before any node runs."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptfs.fs.cli_errors import WrongUse
+from ckptfs.fs.config import load_config
+from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+
+
+def test_every_node_gets_a_valid_configuration_of_its_own(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path / 'a "quoted" name')
+    cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1, passthrough="off", settle_seconds=0.5))
+    configs = [load_config(node.config) for node in cluster.nodes]
+    assert [config.node.id for config in configs] == ["node-0", "node-1", "node-2"]
+    assert len({config.store for config in configs}) == len({config.mountpoint for config in configs}) == 3
+    assert {config.catalog_path for config in configs} == {cluster.directory / "catalog.db"}
+    assert {(config.protection.data_shards, config.protection.parity_shards) for config in configs} == {(2, 1)}
+    assert {(config.mount.passthrough, config.mount.settle_seconds) for config in configs} == {("off", 0.5)}
+
+
+def test_a_cluster_grows_and_does_not_shrink(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path)
+    cluster.prepare(2)
+    cluster.prepare(4)
+    assert len(cluster.nodes) == 4
+    cluster.prepare(None)
+    assert len(cluster.nodes) == 4
+    with pytest.raises(WrongUse, match="has 4 nodes"):
+        cluster.prepare(3)
+
+
+def test_a_directory_with_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(WrongUse, match="not empty"):
+        LocalCluster(tmp_path).prepare(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_down_with_remove_takes_only_what_is_its_own(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path)
+    cluster.prepare(2)
+    (tmp_path / "notes").touch()
+    cluster.down(remove=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_down_twice_is_no_error(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path)
+    cluster.prepare(2)
+    cluster.down(remove=False)
+    cluster.down(remove=False)
+    assert len(cluster.nodes) == 2

@@ -1,0 +1,80 @@
+"""The ladder, and what a directory of files adds up to."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptfs.fs.cli_errors import Unreachable, WrongUse
+from ckptfs.fs.status import (
+    LADDER,
+    FileStanding,
+    PathStanding,
+    Place,
+    local_node_of,
+    node_status,
+    place_of_path,
+    rank,
+    walk_files,
+)
+
+
+def test_a_directory_is_as_good_as_its_worst_file() -> None:
+    files = [FileStanding("a", "protected", 2, 10), FileStanding("b", "local", 0, 5)]
+    assert PathStanding("d", files).as_json() == {"path": "d", "state": "local", "protected_m": 0, "bytes": 15, "files": 2}
+    assert PathStanding("d", files[:1]).as_json() == {
+        "path": "d",
+        "state": "protected",
+        "protected_m": 2,
+        "bytes": 10,
+        "files": 1,
+    }
+
+
+def test_an_empty_directory_has_nothing_unprotected() -> None:
+    assert PathStanding("d").as_json() == {"path": "d", "state": "protected", "protected_m": None, "bytes": 0, "files": 0}
+
+
+def test_states_are_ordered_and_an_unknown_one_is_the_worst() -> None:
+    assert sorted(LADDER, key=rank) == list(LADDER)
+    assert rank("open") < rank("local") < rank("protected") < rank("tiered")
+    assert rank("of a newer release") < min(rank(state) for state in LADDER)
+
+
+def test_a_walk_gives_each_regular_file_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    assert [(path, size) for _, path, size in walk_files(tmp_path)] == [(str(tmp_path / "deep" / "er" / "file"), 5)]
+    assert [size for _, _, size in walk_files(tmp_path / "deep" / "er" / "file")] == [5]
+
+
+def test_paths_that_lead_to_no_node_say_so(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="does not exist"):
+        list(walk_files(tmp_path / "none"))
+    with pytest.raises(WrongUse, match="lies in no ckptfs mount"):
+        place_of_path(tmp_path)
+
+
+def test_a_node_that_is_down_has_null_where_only_it_could_know(tmp_path: Path) -> None:
+    status = node_status(Place("node-0", tmp_path / "store", tmp_path / "mnt"))
+    assert status["alive"] is False
+    assert status["processes"] == {"supervisor": None, "mount": None, "agent": None}
+    assert status["unprotected_bytes"] is None
+    assert status["oldest_unprotected_seconds"] is None
+    assert status["mountpoint"] == str(tmp_path / "mnt")
+
+
+def test_a_path_of_a_cluster_node_that_is_down_is_unreachable(tmp_path: Path) -> None:
+    directory = tmp_path / "node-3"
+    (directory / "mnt").mkdir(parents=True)
+    (directory / "node.toml").write_text(
+        f'[node]\nid = "node-3"\nstore = "{directory}/store"\nmountpoint = "{directory}/mnt"\ncatalog = "sqlite:///{tmp_path}/c.db"\n'
+    )
+    found = local_node_of(directory / "mnt" / "file")
+    assert found is not None
+    assert found.id == "node-3"
+    with pytest.raises(Unreachable, match="node-3 is not mounted"):
+        place_of_path(directory / "mnt" / "file")
