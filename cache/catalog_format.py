@@ -20,7 +20,7 @@ records and raises `DamagedData`.
 
 import enum
 import stat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -196,7 +196,7 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
 Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[type, msgspec.msgpack.Decoder] = {
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
 }
 
@@ -209,7 +209,7 @@ def pack(record: Record) -> bytes:
 def unpack(kind: type[Record], value: bytes) -> Record:
     """The record in these bytes. Raises `DamagedData` for anything but a whole, valid record of this format version."""
     try:
-        record = _decoders[kind].decode(value)
+        record: Record = _decoders[kind].decode(value)
     except msgspec.DecodeError as error:
         raise DamagedData(f"catalog record {kind.__name__} can't be read: {error}") from None
     if record.format != FORMAT_VERSION:

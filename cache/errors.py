@@ -61,6 +61,10 @@ class NoSuchAttribute(NamespaceError):
     """ENODATA: the extended attribute is not set."""
 
 
+class AttributesTooLarge(NamespaceError):
+    """ENOSPC: the inode's extended attributes would take more room than its record has."""
+
+
 class NotPermitted(NamespaceError):
     """EPERM: the operation is never allowed on this kind of inode."""
 
