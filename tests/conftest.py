@@ -7,6 +7,7 @@ connection first, then unmounts, kills by recorded pid, and removes the director
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,14 +102,6 @@ def scratch() -> Iterator[Path]:
     remove_scratch(directory)
 
 
-@pytest.fixture(scope="module")
-def module_scratch() -> Iterator[Path]:
-    """As `scratch`, shared by the tests of one file."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=SCRATCH_PARENT))
-    yield directory
-    remove_scratch(directory)
-
-
 StartCluster = Callable[..., LocalCluster]
 
 
@@ -124,23 +117,36 @@ def start_cluster(scratch: Path) -> StartCluster:
     return start
 
 
-@pytest.fixture(scope="module")
-def cluster(module_scratch: Path) -> LocalCluster:
-    """A six-node cluster (4+2) shared by the tests of one file, none of which may kill a node."""
-    shared = LocalCluster(module_scratch / "cluster")
-    shared.up(6, ClusterSettings(settle_seconds=0.2), start_seconds=START_SECONDS)
-    return shared
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """A six-node cluster (4+2) shared by all tests of the run that kill nothing and only write into directories of their own."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=SCRATCH_PARENT))
+    shared = LocalCluster(directory / "cluster")
+    try:
+        shared.up(6, ClusterSettings(settle_seconds=0.2), start_seconds=START_SECONDS)
+        yield shared
+    finally:
+        remove_scratch(directory)
 
 
-@pytest.fixture
-def mount(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A directory of the test's own in the mount of node 0 of the shared cluster."""
-    yield from own_directory(cluster.nodes[0].mountpoint, request)
+@pytest.fixture(autouse=True)
+def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frees a test that hangs in a mount of this run: the call gets an error, so that pytest's timeout can end the test."""
+    if request.node.get_closest_marker("mount") is None:
+        yield
+        return
+    limit = request.node.get_closest_marker("timeout")
+    seconds = float(limit.args[0]) if limit and limit.args else float(request.config.getini("timeout"))
+    timer = threading.Timer(seconds - 5, free_mounts)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+    timer.join()
 
 
-def own_directory(parent: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A fresh directory named after the test; removed at the end."""
-    name = "".join(character if character.isalnum() else "-" for character in request.node.name)
-    directory = Path(tempfile.mkdtemp(prefix=f"{name[:60]}-", dir=parent))
-    yield directory
-    shutil.rmtree(directory)
+def free_mounts() -> None:
+    """Abort the FUSE connections of all mounts of this run."""
+    for mounted in mounts():
+        if f"{SCRATCH_PREFIX}{os.getpid()}-" in str(mounted.mountpoint):
+            abort_connection(mounted)

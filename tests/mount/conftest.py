@@ -1,0 +1,42 @@
+"""Where the writers of checkpoints write: a plain directory, which proves the test, and the mounts of two nodes."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckptfs.fs.cli_flush import wait_until
+from ckptfs.fs.local_cluster import LocalCluster
+
+
+@dataclass(frozen=True)
+class Place:
+    """One directory, as the node that writes sees it and as two others do."""
+
+    here: Path
+    there: Path
+    elsewhere: Path
+    is_mount: bool
+
+    def protect(self) -> None:
+        """Wait until all of it is protected, so that the others read it from shards; nothing to do in a plain directory."""
+        if self.is_mount:
+            behind, _, _ = wait_until([self.here], "protected", 60.0, shown=False)
+            assert not behind
+
+
+@pytest.fixture(params=["plain", pytest.param("mount", marks=pytest.mark.mount)])
+def place(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Place]:
+    """A fresh directory to write into; every test that uses it runs in a plain one too."""
+    if request.param == "plain":
+        yield Place(scratch, scratch, scratch, is_mount=False)
+        return
+    cluster: LocalCluster = request.getfixturevalue("cluster")
+    name = "".join(character if character.isalnum() else "-" for character in request.node.name)[:60]
+    directory = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cluster.nodes[0].mountpoint))
+    others = [cluster.nodes[number].mountpoint / directory.name for number in (3, 5)]
+    yield Place(directory, others[0], others[1], is_mount=True)
+    shutil.rmtree(directory)
