@@ -1,0 +1,167 @@
+"""Who can hold shards at this moment: the catalog's stores, joined with what their agents answer.
+
+A store counts as live while its agent answers a ping; a session in the catalog would say so too, but only until the node
+is killed. An answer is believed for `ping_age_seconds_max`, a failure for `failure_age_seconds_max`, so that a dead store
+costs one refused connection now and then, not one for each cell.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import trio
+
+from ckptfs.cache.catalog_format import Store, StoreState
+from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.replication.errors import ReplicationError
+from ckptfs.replication.placement import Candidate
+
+logger = logging.getLogger(__name__)
+
+DOMAIN_LABEL = "domain"
+"""The label that names a store's failure domain; without it the node is the domain."""
+
+PING_SECONDS_MAX = 2.0
+
+
+class Member(NamedTuple):
+    """One store as it stands. `revision` is that of its catalog record: a commit compares it. `free_bytes` as of the last
+    answer, 0 if it never answered."""
+
+    store: StoreId
+    node: NodeId
+    domain: str
+    address: str
+    state: StoreState
+    revision: int
+    live: bool
+    free_bytes: int
+
+
+class _Answer(NamedTuple):
+    at_seconds: float
+    live: bool
+    free_bytes: int
+    error: str
+
+
+class Members:
+    """The cluster's stores with their liveness. `list_stores` reads the catalog; `ping(address)` asks an agent for its
+    store id and free bytes and raises `ReplicationError`. The own store is asked through `own_free_bytes` and always live.
+    """
+
+    def __init__(
+        self,
+        own_store: StoreId,
+        list_stores: Callable[[], Awaitable[dict[StoreId, tuple[Store, int]]]],
+        ping: Callable[[StoreId, str], Awaitable[int]],
+        own_free_bytes: Callable[[], int],
+        *,
+        ping_age_seconds_max: float = 5.0,
+        failure_age_seconds_max: float = 2.0,
+    ) -> None:
+        self.own_store = own_store
+        self._list_stores = list_stores
+        self._ping = ping
+        self._own_free_bytes = own_free_bytes
+        self._ping_age_seconds_max = ping_age_seconds_max
+        self._failure_age_seconds_max = failure_age_seconds_max
+        self._stores: dict[StoreId, tuple[Store, int]] = {}
+        self._answers: dict[StoreId, _Answer] = {}
+        self._live_before: frozenset[StoreId] = frozenset()
+        self._changed_at_seconds = trio.current_time()
+        self._refreshing = trio.Lock()
+
+    async def refresh(self) -> list[Member]:
+        """All stores of the catalog, asked again where the last answer is too old. Raises `CatalogUnavailable`."""
+        async with self._refreshing:
+            self._stores = await self._list_stores()
+            now = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for store, (record, _) in self._stores.items():
+                    if (
+                        store != self.own_store
+                        and record.state in (StoreState.IN, StoreState.DRAINING)
+                        and self._is_old(store, now)
+                    ):
+                        nursery.start_soon(self._ask, store, record.address)
+            members = self.known()
+            live = frozenset(member.store for member in members if member.live)
+            if live != self._live_before:
+                self._live_before = live
+                self._changed_at_seconds = trio.current_time()
+            return members
+
+    def known(self) -> list[Member]:
+        """The stores as of the last `refresh`, without asking anybody."""
+        return [self._member(store) for store in sorted(self._stores)]
+
+    def member(self, store: StoreId) -> Member | None:
+        """One store as of the last `refresh`, None if the catalog had no such store then."""
+        return self._member(store) if store in self._stores else None
+
+    def address_of(self, store: StoreId) -> str | None:
+        """Where the store's agent listens, as of the last `refresh`."""
+        record = self._stores.get(store)
+        return record[0].address if record else None
+
+    def seconds_unchanged(self) -> float:
+        """For how long the set of live stores has been the same."""
+        return trio.current_time() - self._changed_at_seconds
+
+    def is_known_dead(self, store: StoreId) -> bool:
+        """Whether the store failed so recently that asking it again is a waste of a reader's time."""
+        answer = self._answers.get(store)
+        return answer is not None and not answer.live and trio.current_time() - answer.at_seconds < self._failure_age_seconds_max
+
+    def note_failure(self, store: StoreId, error: Exception) -> None:
+        """A request to the store failed for a reason that the next one would meet as well."""
+        if store == self.own_store:
+            return
+        before = self._answers.get(store)
+        if before is None or before.live:
+            logger.warning("peer-unreachable store=%s error=%s", store.hex(), error)
+        self._answers[store] = _Answer(trio.current_time(), False, before.free_bytes if before else 0, str(error))
+
+    def last_error(self, store: StoreId) -> str:
+        """Why the store isn't live; empty if it is."""
+        answer = self._answers.get(store)
+        return answer.error if answer else ""
+
+    def _is_old(self, store: StoreId, now: float) -> bool:
+        answer = self._answers.get(store)
+        if answer is None:
+            return True
+        age = now - answer.at_seconds
+        return age >= (self._ping_age_seconds_max if answer.live else self._failure_age_seconds_max)
+
+    async def _ask(self, store: StoreId, address: str) -> None:
+        try:
+            with trio.fail_after(PING_SECONDS_MAX):
+                free_bytes = await self._ping(store, address)
+        except (ReplicationError, trio.TooSlowError) as error:
+            self.note_failure(store, error)
+            return
+        before = self._answers.get(store)
+        if before is not None and not before.live:
+            logger.info("peer-answers-again store=%s", store.hex())
+        self._answers[store] = _Answer(trio.current_time(), True, free_bytes, "")
+
+    def _member(self, store: StoreId) -> Member:
+        record, revision = self._stores[store]
+        if store == self.own_store:
+            live, free_bytes = True, self._own_free_bytes()
+        else:
+            answer = self._answers.get(store)
+            live, free_bytes = (answer.live, answer.free_bytes) if answer else (False, 0)
+        domain = record.labels.get(DOMAIN_LABEL) or record.node
+        return Member(store, record.node, domain, record.address, record.state, revision, live, free_bytes)
+
+
+def candidates(members: Sequence[Member], *, without: frozenset[StoreId] = frozenset()) -> list[Candidate]:
+    """The stores that may take new shards: `in`, and live; those in `without` are left out."""
+    return [
+        Candidate(member.store, member.node, member.domain, member.free_bytes, member.live)
+        for member in members
+        if member.state is StoreState.IN and member.live and member.store not in without
+    ]

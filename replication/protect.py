@@ -1,0 +1,438 @@
+"""Protecting versions: the choice of code and holders, whole copies for small files, and the commit.
+
+Order of each: the version's record is read (it must be `local`), its bytes are checked against the content root it has, all
+k+m holders have acknowledged durably, the lease test is made again, then one catalog transaction names the holders. Only
+after that transaction is durable does anybody hear of it.
+"""
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Protocol
+
+import trio
+from ckptfs.cache.versions import ProtectedCommit
+
+from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.checksum import cell_table, content_root
+from ckptfs.cache.errors import CacheError
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.cache.mount_db import WaitingVersion
+from ckptfs.cache.segments import has_no_writer
+from ckptfs.replication.codec import Codec
+from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
+from ckptfs.replication.members import Member, Members, candidates
+from ckptfs.replication.placement import Candidate, code_for, place, usable_domains
+from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.shard_format import ShardHeader
+from ckptfs.replication.striped_attempt import (
+    AttemptVoid,
+    ContentChanged,
+    SegmentDamaged,
+    ShardSink,
+    StripedAttempt,
+    stripe_buffer_size,
+)
+from ckptfs.replication.stripes import Geometry
+
+logger = logging.getLogger(__name__)
+
+STRIPES_IN_FLIGHT_MAX = 4
+"""More don't help: the holders' disks are behind, not the reading (4 GiB at 4+2, six agents on two cores)."""
+
+STILL_WANTED_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ProtectionLimits:
+    """The code asked for, and what protecting may use. Sizes in bytes. When fewer stores are live than the catalog has, a
+    version waits until their set has been the same for `shortfall_seconds` before it is protected with a smaller code."""
+
+    data_shards: int
+    parity_shards: int
+    small_file_size: int
+    buffer_bytes_max: int = 32 << 20
+    shortfall_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class SmallCopy:
+    """A small file's content on its way to a holder."""
+
+    vid: Vid
+    ino: InodeNumber
+    size: int
+    path_hint: bytes
+    revision: int
+    content: bytes
+
+
+class VersionRecords(Protocol):
+    """What is needed of `cache.versions.Versions`."""
+
+    async def version(self, vid: Vid) -> Version | None: ...
+
+    async def commit_protected(self, commits: Sequence[ProtectedCommit]) -> set[Vid]: ...
+
+
+class SegmentFiles(Protocol):
+    """What is needed of `cache.segments.Segments`."""
+
+    def open_read(self, segment: SegmentId) -> int: ...
+
+
+class ShardHolders(Protocol):
+    """How shards and copies get to the stores that hold them; the own store is one of them."""
+
+    async def put_shard(
+        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int
+    ) -> ShardSink: ...
+
+    async def put_copies(self, store: StoreId, copies: Sequence[SmallCopy]) -> list[bytes]: ...
+
+
+class DurableCatalog(Protocol):
+    """What is needed of `cache.catalog_kv.KeyValue`."""
+
+    async def make_durable(self) -> None: ...
+
+    async def revision(self) -> int: ...
+
+
+class BufferBudget:
+    """Memory for stripes in flight, given out in the order it was asked for. Never more than `total` bytes at once."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = total
+        self._turn = trio.Lock()
+        self._returned = trio.lowlevel.ParkingLot()
+
+    @contextlib.asynccontextmanager
+    async def take(self, size: int) -> AsyncIterator[memoryview]:
+        """A buffer of `size` bytes for the `async with` block. Raises `ValueError` for more than the total."""
+        if size > self.total:
+            raise ValueError(f"{size} bytes of {self.total} can't be had")
+        async with self._turn:
+            while self._free < size:
+                await self._returned.park()
+            self._free -= size
+        try:
+            yield memoryview(mmap(-1, max(size, 1)))  # its own mapping: the memory goes back to the system
+        finally:
+            self._free += size
+            self._returned.unpark_all()
+
+
+class Protector:
+    """Protects versions; the replicator says which and when. `failures_by_store` counts failed requests."""
+
+    def __init__(
+        self,
+        limits: ProtectionLimits,
+        kv: DurableCatalog,
+        versions: VersionRecords,
+        members: Members,
+        holders: ShardHolders,
+        segments: SegmentFiles,
+        codec: Codec,
+        threads: QuietThreads,
+    ) -> None:
+        self.limits = limits
+        self.failures_by_store: Counter[StoreId] = Counter()
+        self._kv = kv
+        self._versions = versions
+        self._members = members
+        self._holders = holders
+        self._segments = segments
+        self._codec = codec
+        self._threads = threads
+        self._budget = BufferBudget(limits.buffer_bytes_max)
+
+    # ---- what the cluster can carry
+
+    def shortfall(self, members: Sequence[Member]) -> tuple[int, int] | None:
+        """The code (k, m) the live stores can carry, if it is less than what is asked for."""
+        domains = {member.domain for member in members if member.state is StoreState.IN and member.live}
+        code = code_for(self.limits.data_shards, self.limits.parity_shards, len(domains))
+        return code if code != (self.limits.data_shards, self.limits.parity_shards) else None
+
+    def settling_seconds(self, members: Sequence[Member]) -> float:
+        """How long to wait for stores that the catalog has and that don't answer now; 0 if there is no reason to wait."""
+        joined = {member.domain for member in members if member.state is StoreState.IN}
+        live = {member.domain for member in members if member.state is StoreState.IN and member.live}
+        wanted = self.limits.data_shards + self.limits.parity_shards
+        if len(live) >= min(wanted, len(joined)):
+            return 0.0
+        return max(0.0, self.limits.shortfall_seconds - self._members.seconds_unchanged())
+
+    def _striped_code(self, size: int, cell_size: int, available: list[Candidate]) -> Geometry:
+        """The largest code asked for that the domains with enough space can carry. Raises `NotEnoughDomains`."""
+        k, m = self.limits.data_shards, self.limits.parity_shards
+        while True:
+            geometry = Geometry(size, cell_size, k, m)
+            domains = usable_domains(available, _shard_file_size(geometry))
+            smaller = code_for(k, m, len(domains))
+            if smaller[1] == 0 or len(domains) < sum(smaller):
+                raise NotEnoughDomains(
+                    f"{len(domains)} live failure domains have space for this version: it can't be protected against any loss; "
+                    "bring more nodes up"
+                )
+            if smaller == (k, m):
+                return geometry
+            k, m = smaller
+
+    # ---- striped
+
+    async def protect_striped(self, waiting: WaitingVersion, version: Version) -> ProtectedCommit:
+        """Put the version's shards on k+m holders. Returns what is to be committed, now: the lease test has just been made.
+
+        Raises `AttemptVoid`, `SegmentDamaged`, `ReplicationError`, `CacheError` or `OSError`.
+        """
+        members = await self._members.refresh()
+        available = candidates(members)
+        geometry = self._striped_code(version.size, version.cell_size, available)
+        bytes_each = _shard_file_size(geometry)
+        stores = place(available, geometry.shard_count, waiting.vid, bytes_each)
+        revision = await self._kv.revision()
+        header = ShardHeader(waiting.vid, 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, geometry.size)
+
+        async def open_sink(store: StoreId, index: int) -> ShardSink:
+            own = ShardHeader(header.vid, index, header.data_shards, header.parity_shards, header.cell_size, header.size)
+            return await self._holders.put_shard(store, own, waiting.ino, waiting.path_hint, revision)
+
+        async def replace(index: int, used: Sequence[StoreId]) -> StoreId:
+            return await self._another_holder(waiting.vid, index, used, bytes_each)
+
+        async def still_wanted() -> None:
+            await self._require_local(waiting.vid)
+
+        descriptor = self._open_sealed(waiting, version)
+        try:
+            stripe_bytes = stripe_buffer_size(geometry)
+            in_flight = max(1, min(geometry.stripe_count, STRIPES_IN_FLIGHT_MAX, self._budget.total // stripe_bytes))
+            async with self._budget.take(in_flight * stripe_bytes) as buffer:
+                attempt = StripedAttempt(
+                    waiting.vid,
+                    version.root,
+                    geometry,
+                    descriptor,
+                    buffer,
+                    self._codec,
+                    self._threads,
+                    open_sink,
+                    replace,
+                    self.note_failure,
+                    still_wanted,
+                )
+                shards = await self._watched(waiting.vid, lambda: attempt.run(stores))
+            _require_sealed(descriptor)
+        except ContentChanged:
+            await self._require_local(waiting.vid)
+            _require_sealed(descriptor)
+            raise _damaged(waiting) from None
+        finally:
+            os.close(descriptor)
+        return self._commit_of(waiting, ShardLayout.STRIPED, geometry.data_shards, geometry.cell_size, shards)
+
+    async def _watched(self, vid: Vid, run: Callable[[], Awaitable[list[Shard]]]) -> list[Shard]:
+        """Run the attempt, and end it early when the version is no longer there to be protected."""
+        ended: AttemptVoid | None = None
+        failure: Exception | None = None
+        shards: list[Shard] | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                nonlocal ended
+                while True:
+                    await trio.sleep(STILL_WANTED_SECONDS)
+                    try:
+                        await self._require_local(vid)
+                    except AttemptVoid as void:
+                        ended = void
+                        nursery.cancel_scope.cancel()
+                    except CacheError:
+                        continue  # the commit asks again
+
+            nursery.start_soon(watch)
+            try:
+                shards = await run()
+            except (AttemptVoid, SegmentDamaged, ReplicationError, CacheError, OSError) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if shards is None:
+            raise ended or AttemptVoid("the attempt was ended")
+        return shards
+
+    async def _another_holder(self, vid: Vid, index: int, used: Sequence[StoreId], bytes_each: int) -> StoreId:
+        members = await self._members.refresh()
+        taken = {member.domain for member in members if member.store in used}
+        free = [candidate for candidate in candidates(members, without=frozenset(used)) if candidate.domain not in taken]
+        return place(free, 1, vid + bytes([index]), bytes_each)[0]
+
+    # ---- whole copies
+
+    async def protect_copies(
+        self, batch: Sequence[tuple[WaitingVersion, Version]]
+    ) -> tuple[list[ProtectedCommit], dict[Vid, Exception]]:
+        """Put whole copies of small files on m+1 holders each. Returns what is to be committed, and what is wrong with the
+        others. Raises `ReplicationError`, `CacheError` or `OSError` when the batch as a whole failed."""
+        wrong: dict[Vid, Exception] = {}
+        members = await self._members.refresh()
+        revision = await self._kv.revision()
+        total = sum(version.size for _, version in batch)
+        async with self._budget.take(min(total, self._budget.total)):
+            loaded = await self._threads.run(self._load_batch, batch, revision, wrong)
+            copies = [copy for _, copy, _ in loaded]
+            if not copies:
+                return [], wrong
+            holders = await self._copy_to_holders(copies, [root for _, _, root in loaded], members, total)
+        shards = [(store, index) for index, store in enumerate(holders)]
+        commits = []
+        for waiting, _, root in loaded:
+            placed = [Shard(store, root) for store, _ in shards]
+            commits.append(self._commit_of(waiting, ShardLayout.COPIES, 1, max(waiting.size, 1), placed))
+        return commits, wrong
+
+    async def _copy_to_holders(
+        self, copies: Sequence[SmallCopy], roots: Sequence[bytes], members: Sequence[Member], total: int
+    ) -> list[StoreId]:
+        """The stores that have acknowledged all copies with the right roots."""
+        bytes_each = total + 4096 * len(copies)
+        available = candidates(members)
+        domains = usable_domains(available, bytes_each)
+        count = 1 + code_for(1, self.limits.parity_shards, len(domains))[1]
+        if count < 2:
+            raise NotEnoughDomains(f"{len(domains)} live failure domains have space for small files: no loss can be survived")
+        stores = place(available, count, copies[0].vid, bytes_each)
+        done: list[StoreId] = []
+        tried: set[StoreId] = set()
+        while True:
+            await self._copy_to_each(stores, copies, roots, done)
+            tried.update(stores)
+            missing = count - len(done)
+            if not missing:
+                return done
+            members = await self._members.refresh()
+            taken = {member.domain for member in members if member.store in done}
+            free = [one for one in candidates(members, without=frozenset(tried)) if one.domain not in taken]
+            stores = place(free, missing, copies[0].vid, bytes_each)
+
+    async def _copy_to_each(
+        self, stores: Sequence[StoreId], copies: Sequence[SmallCopy], roots: Sequence[bytes], done: list[StoreId]
+    ) -> None:
+        async def put(store: StoreId) -> None:
+            try:
+                if await self._holders.put_copies(store, copies) != list(roots):
+                    raise PeerRefused(RefusalReason.MISMATCH, "the roots it acknowledged are not those of what was sent")
+            except (ReplicationError, OSError) as error:
+                self.note_failure(store, error)
+                return
+            done.append(store)
+
+        async with trio.open_nursery() as nursery:
+            for store in stores:
+                nursery.start_soon(put, store)
+
+    def _load_batch(
+        self, batch: Sequence[tuple[WaitingVersion, Version]], revision: int, wrong: dict[Vid, Exception]
+    ) -> list[tuple[WaitingVersion, SmallCopy, bytes]]:
+        """Read the contents and check them; runs in a thread."""
+        loaded = []
+        for waiting, version in batch:
+            try:
+                content = self._load_small(waiting, version)
+            except (AttemptVoid, SegmentDamaged, OSError) as error:
+                wrong[waiting.vid] = error
+                continue
+            copy = SmallCopy(waiting.vid, waiting.ino, version.size, waiting.path_hint, revision, content)
+            loaded.append((waiting, copy, version.root))
+        return loaded
+
+    def _load_small(self, waiting: WaitingVersion, version: Version) -> bytes:
+        descriptor = self._open_sealed(waiting, version)
+        try:
+            content = os.pread(descriptor, version.size, 0)
+            cell_size = max(version.cell_size, 1)
+            if len(content) == version.size:
+                table = cell_table(content, cell_size)
+                if content_root(waiting.vid, version.size, cell_size, table) == version.root:
+                    return content
+            _require_sealed(descriptor)
+        finally:
+            os.close(descriptor)
+        raise _damaged(waiting)
+
+    # ---- common
+
+    def protect_empty(self, waiting: WaitingVersion) -> ProtectedCommit:
+        """An empty file is protected by the catalog alone."""
+        return self._commit_of(waiting, ShardLayout.COPIES, 1, 1, [])
+
+    async def commit(self, commits: Sequence[ProtectedCommit]) -> set[Vid]:
+        """Commit and make durable. Returns the vids that are protected now; the others' attempts are void."""
+        committed = await self._versions.commit_protected(commits)
+        if committed:
+            await self._kv.make_durable()
+        return committed
+
+    def note_failure(self, store: StoreId, error: Exception) -> None:
+        """Count a failed request; a store that can't be reached isn't asked again for a moment."""
+        self.failures_by_store[store] += 1
+        logger.info("holder-failed store=%s error=%s: %s", store.hex(), type(error).__name__, error)
+        if isinstance(error, PeerUnreachable):
+            self._members.note_failure(store, error)
+
+    def _commit_of(
+        self, waiting: WaitingVersion, layout: ShardLayout, data_shards: int, cell_size: int, shards: list[Shard]
+    ) -> ProtectedCommit:
+        revisions = {}
+        for shard in shards:
+            member = self._members.member(shard.store)
+            if member is None or member.state is not StoreState.IN:
+                raise AttemptVoid(f"the holder {shard.store.hex()} left the cluster meanwhile")
+            revisions[shard.store] = member.revision
+        parity_shards = max(0, len(shards) - data_shards)
+        return ProtectedCommit(waiting.ino, waiting.vid, layout, data_shards, parity_shards, cell_size, shards, revisions)
+
+    def _open_sealed(self, waiting: WaitingVersion, version: Version) -> int:
+        try:
+            descriptor = self._segments.open_read(waiting.segment)
+        except FileNotFoundError:
+            raise AttemptVoid("the segment is gone") from None
+        try:
+            _require_sealed(descriptor)
+            size = os.fstat(descriptor).st_size
+            if size < version.size:
+                raise SegmentDamaged(f"the segment {waiting.segment.hex()} has {size} bytes, {version.size} were hashed")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    async def _require_local(self, vid: Vid) -> None:
+        version = await self._versions.version(vid)
+        if version is None or version.state is not VersionState.LOCAL:
+            raise AttemptVoid("the version was replaced, rewritten or deleted")
+
+
+def _damaged(waiting: WaitingVersion) -> SegmentDamaged:
+    return SegmentDamaged(f"the segment {waiting.segment.hex()} does not hold what was hashed when the file was closed")
+
+
+def _require_sealed(descriptor: int) -> None:
+    if not has_no_writer(descriptor):
+        raise AttemptVoid("the file is open for writing, or mapped writable")
+
+
+def _shard_file_size(geometry: Geometry) -> int:
+    header = ShardHeader(
+        Vid(bytes(16)), 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, max(geometry.size, 1)
+    )
+    return header.file_length()
