@@ -26,7 +26,7 @@ def _state() -> dict[str, Any]:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     return bool(one == other)
