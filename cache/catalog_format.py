@@ -280,6 +280,39 @@ def version_key(vid: Vid) -> bytes:
     return b"v/" + vid.hex().encode()
 
 
+def vid_of_key(key: bytes) -> Vid:
+    """The inverse of `version_key`. Raises `DamagedData`."""
+    return Vid(_id_of_key(key, VERSION_PREFIX))
+
+
+def store_of_key(key: bytes) -> StoreId:
+    """The inverse of `store_key`. Raises `DamagedData`."""
+    return StoreId(_id_of_key(key, STORE_PREFIX))
+
+
+def _id_of_key(key: bytes, prefix: bytes) -> bytes:
+    digits = key.removeprefix(prefix)
+    try:
+        identifier = bytes.fromhex(digits.decode("ascii"))
+    except ValueError:
+        identifier = b""
+    if len(identifier) != ID_SIZE or identifier.hex().encode() != digits:
+        raise DamagedData(f"catalog key {key[:80]!r} names no id")
+    return identifier
+
+
+def entry_of_key(key: bytes) -> tuple[InodeNumber, bytes]:
+    """The inverse of `entry_key`: directory and name. Raises `DamagedData`."""
+    directory, slash, name = key[2:18], key[18:19], key[19:]
+    try:
+        number = int(directory.decode("ascii"), 16)
+    except ValueError:
+        number = -1
+    if slash != b"/" or not 1 <= len(name) <= NAME_SIZE_MAX or entry_key(InodeNumber(max(number, 0)), name) != key:
+        raise DamagedData(f"catalog key {key[:80]!r} names no directory entry")
+    return InodeNumber(number), name
+
+
 def store_key(store: StoreId) -> bytes:
     return b"s/" + store.hex().encode()
 
@@ -296,6 +329,7 @@ FORMAT_KEY = b"c/format"
 INODE_BLOCK_KEY = b"c/ino"
 DIRECTORY_MOVE_KEY = b"c/dirmove"
 SETTINGS_KEY = b"c/settings"
+ENTRY_PREFIX = b"d/"
 VERSION_PREFIX = b"v/"
 STORE_PREFIX = b"s/"
 SESSION_PREFIX = b"l/"

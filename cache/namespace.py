@@ -37,7 +37,6 @@ from ckptfs.cache.catalog_format import (
     times_key,
     unpack,
     unpack_number,
-    version_key,
 )
 from ckptfs.cache.catalog_kv import Compare, Delete, KeyValue, Operation, Present, Put, Unchanged
 from ckptfs.cache.catalog_records import (
@@ -75,8 +74,9 @@ from ckptfs.cache.inode_changes import (
     attempt_remove_xattr,
     attempt_set_xattr,
 )
-from ckptfs.cache.removal import Removed, remove_directory, remove_link
+from ckptfs.cache.removal import Removed, attempt_unlink, remove_directory
 from ckptfs.cache.rename import Place, Renamed, RenameFlags, attempt_rename
+from ckptfs.cache.version_states import version_step
 
 __all__ = ["AttributeChanges", "Created", "DirectoryItem", "Namespace", "Removed", "RenameFlags", "Renamed", "XattrFlags"]
 
@@ -221,7 +221,7 @@ class Namespace:
 
         def complete(ino: InodeNumber, inode: Inode) -> tuple[Inode, list[Operation]]:
             version = Version(FORMAT_VERSION, ino, VersionState.OPEN, self._writer.store, segment_id)
-            return msgspec.structs.replace(inode, writer=self._writer, open=vid), [Put(version_key(vid), pack(version))]
+            return msgspec.structs.replace(inode, writer=self._writer, open=vid), [version_step(vid, None, version)]
 
         ino, inode = await self._make(parent, name, stat.S_IFREG | stat.S_IMODE(mode), uid, gid, complete)
         return Created(ino, inode, vid)
@@ -342,21 +342,7 @@ class Namespace:
         check_name(name)
         if name in (b".", b".."):
             raise IsADirectory(f"{name!r} is a directory")
-
-        async def attempt() -> Removed:
-            found = await existing_name(self.kv, parent, name)
-            if stat.S_ISDIR(found.entry.kind):
-                raise IsADirectory(f"name {name!r} in directory {parent} is a directory")
-            now = self.now_ns()
-            removed, plan = await remove_link(self.kv, found.entry.ino, now)
-            await commit(
-                self.kv,
-                [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
-                [Delete(entry_key(parent, name)), *plan.operations, touched(parent, now)],
-            )
-            return removed
-
-        return await repeated(attempt)
+        return await repeated(lambda: attempt_unlink(self.kv, parent, name, self.now_ns()))
 
     async def rmdir(self, parent: InodeNumber, name: bytes) -> None:
         """Remove an empty directory. Raises `NoSuchName`, `NotADirectory`, `DirectoryNotEmpty`; `InvalidMove` for `.`."""

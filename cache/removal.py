@@ -4,6 +4,7 @@ R1: a version that was never protected ends with its file (its key is deleted, t
 stays as a tombstone, `DEAD`, because its shards outlive it until whatever was saved before its death is protected too.
 """
 
+import stat
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ckptfs.cache.catalog_format import (
     Inode,
     Version,
     VersionState,
+    entry_key,
     entry_prefix,
     inode_key,
     pack,
@@ -21,9 +23,10 @@ from ckptfs.cache.catalog_format import (
     version_key,
 )
 from ckptfs.cache.catalog_kv import Delete, EmptyRange, KeyValue, Operation, Put, Unchanged
-from ckptfs.cache.catalog_records import Conflict, Plan, existing_inode, find_version
-from ckptfs.cache.errors import DirectoryNotEmpty, NoSuchName
+from ckptfs.cache.catalog_records import Conflict, Plan, commit, existing_inode, existing_name, find_version, touched
+from ckptfs.cache.errors import DirectoryNotEmpty, IsADirectory, NoSuchName
 from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.cache.version_states import version_step
 
 
 class Removed(NamedTuple):
@@ -53,16 +56,15 @@ async def end_versions(kv: KeyValue, vids: Sequence[Vid | None], now_ns: int) ->
             continue
         version, revision = found
         plan.compares.append(Unchanged(version_key(vid), revision))
-        plan.operations.append(ended(vid, version, now_ns))
+        plan.operations.append(_ended(vid, version, now_ns))
         dead.append((vid, version))
     return Ending(plan, dead)
 
 
-def ended(vid: Vid, version: Version, now_ns: int) -> Operation:
-    """What becomes of a version's key when the version ends."""
+def _ended(vid: Vid, version: Version, now_ns: int) -> Operation:
     if version.state is not VersionState.PROTECTED:
-        return Delete(version_key(vid))
-    return Put(version_key(vid), pack(msgspec.structs.replace(version, state=VersionState.DEAD, dead_at_ns=now_ns)))
+        return version_step(vid, version, None)
+    return version_step(vid, version, msgspec.structs.replace(version, state=VersionState.DEAD, dead_at_ns=now_ns))
 
 
 async def remove_link(kv: KeyValue, ino: InodeNumber, now_ns: int, keep: Sequence[Vid] = ()) -> tuple[Removed, Plan]:
@@ -82,6 +84,20 @@ async def remove_link(kv: KeyValue, ino: InodeNumber, now_ns: int, keep: Sequenc
     ending = await end_versions(kv, [vid for vid in vids if vid not in keep], now_ns)
     plan = Plan([compare, *ending.plan.compares], [Delete(inode_key(ino)), *ending.plan.operations])
     return Removed(ino, after, True, ending.dead), plan
+
+
+async def attempt_unlink(kv: KeyValue, parent: InodeNumber, name: bytes, now_ns: int) -> Removed:
+    """One attempt to remove a name of anything but a directory. Raises `NoSuchName`, `IsADirectory`, `NotADirectory`."""
+    found = await existing_name(kv, parent, name)
+    if stat.S_ISDIR(found.entry.kind):
+        raise IsADirectory(f"name {name!r} in directory {parent} is a directory")
+    removed, plan = await remove_link(kv, found.entry.ino, now_ns)
+    await commit(
+        kv,
+        [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
+        [Delete(entry_key(parent, name)), *plan.operations, touched(parent, now_ns)],
+    )
+    return removed
 
 
 async def remove_directory(kv: KeyValue, parent: InodeNumber, ino: InodeNumber) -> Plan:

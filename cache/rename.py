@@ -54,7 +54,7 @@ class RenameFlags(enum.IntFlag):
 
 class Renamed(NamedTuple):
     """`ino` moved. `replaced` says what that took from a file under the new name, None if there was none. `dead` are versions
-    that ended because of it, in this inode and the replaced one, as they were before: the caller frees their segments."""
+    that the moved inode remembered from an earlier replacement and that gave way to the replaced file's, as they were before."""
 
     ino: InodeNumber
     replaced: Removed | None
@@ -160,7 +160,7 @@ async def _replace(
             ending = await end_versions(kv, dropped, now_ns)
             plan.compares.extend(ending.plan.compares)
             plan.operations.extend(ending.plan.operations)
-            dead = [*removed.dead, *ending.dead]
+            dead = ending.dead
         plan.compares.extend(removal.compares)
         plan.operations.extend(removal.operations)
     inode = _moved(plan, ino, inode, old.directory, new.directory)

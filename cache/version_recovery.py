@@ -1,0 +1,133 @@
+"""What a node does with its versions when it comes back: those whose bytes are gone go, and the rest is found. Pure."""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from ckptfs.cache.catalog_format import (
+    ENTRY_PREFIX,
+    VERSION_PREFIX,
+    DirectoryEntry,
+    Inode,
+    Version,
+    VersionState,
+    entry_of_key,
+    inode_key,
+    pack,
+    unpack,
+    version_key,
+    vid_of_key,
+)
+from ckptfs.cache.catalog_kv import Entry, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.removal import attempt_unlink
+from ckptfs.cache.version_states import version_step
+
+SCAN_ENTRIES = 5_000
+
+
+class Dropped(NamedTuple):
+    """What dropping open versions left: inodes that show older content now, and inodes that are gone with their names."""
+
+    shown: list[InodeNumber]
+    gone: list[InodeNumber]
+
+
+async def drop_open_versions(
+    kv: KeyValue, store: StoreId, open_versions: Iterable[tuple[InodeNumber, Vid]], now_ns: int
+) -> Dropped:
+    """Open versions of the store whose bytes are gone (a power cut, no room for a segment) go.
+
+    Each file shows what it had before: its own older content, or that of the file it replaced (R4). If there is none its names
+    go too; finding them takes one walk over all names of the catalog, however many files it is for.
+    """
+    dropped = Dropped([], [])
+    for ino, vid in open_versions:
+        shown = await repeated(partial(_attempt_drop, kv, store, ino, vid))
+        if shown is not None:
+            (dropped.shown if shown else dropped.gone).append(ino)
+    if dropped.gone:
+        await _remove_names(kv, set(dropped.gone), now_ns)
+    return dropped
+
+
+async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid) -> bool | None:
+    """True if the file shows older content now, False if it has none, None if this version isn't what it has open."""
+    try:
+        inode, inode_revision = await existing_inode(kv, ino)
+    except NoSuchName:
+        return None
+    found = await find_version(kv, vid)
+    if found is None or inode.open != vid or found[0].home != store:
+        return None
+    version, revision = found
+    best = await _best_left(kv, inode)
+    if best is None:
+        return False
+    left, left_version, left_revision = best
+    compares = [
+        Unchanged(inode_key(ino), inode_revision),
+        Unchanged(version_key(vid), revision),
+        Unchanged(version_key(left), left_revision),
+    ]
+    protected = left_version.state is VersionState.PROTECTED
+    changed = msgspec.structs.replace(
+        inode,
+        open=None,
+        writer=None,
+        cur=left,
+        prot=left if protected else inode.prot,
+        prev=None if left == inode.prev else inode.prev,
+        prev_local=None,
+        size=left_version.size,
+    )
+    operations: list[Operation] = [version_step(vid, version, None), Put(inode_key(ino), pack(changed))]
+    if left_version.ino != ino:  # the content of a file this one has replaced
+        operations.append(version_step(left, left_version, msgspec.structs.replace(left_version, ino=ino)))
+    await commit(kv, compares, operations)
+    return True
+
+
+async def _best_left(kv: KeyValue, inode: Inode) -> tuple[Vid, Version, int] | None:
+    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev):
+        found = None if vid is None else await find_version(kv, vid)
+        if vid is not None and found is not None and found[0].state in (VersionState.LOCAL, VersionState.PROTECTED):
+            return vid, *found
+    return None
+
+
+async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> None:
+    async with aclosing(_scan(kv, ENTRY_PREFIX)) as entries:
+        async for entry in entries:
+            if unpack(DirectoryEntry, entry.value).ino not in inodes:
+                continue
+            directory, name = entry_of_key(entry.key)
+            try:
+                await repeated(partial(attempt_unlink, kv, directory, name, now_ns))
+            except NoSuchName:
+                continue
+
+
+async def versions_at_home(kv: KeyValue, store: StoreId, states: Sequence[VersionState]) -> list[tuple[Vid, Version]]:
+    """Versions in these states whose home is the store, by a walk over all versions."""
+    versions = []
+    async with aclosing(_scan(kv, VERSION_PREFIX)) as entries:
+        async for entry in entries:
+            version = unpack(Version, entry.value)
+            if version.home == store and version.state in states:
+                versions.append((vid_of_key(entry.key), version))
+    return versions
+
+
+async def _scan(kv: KeyValue, prefix: bytes) -> AsyncGenerator[Entry, None]:
+    """All entries with the prefix, read in pages: not one moment of the catalog, but nothing that stays is missed."""
+    after = b""
+    while entries := await kv.range(prefix, after=after, limit=SCAN_ENTRIES):
+        for entry in entries:
+            yield entry
+        after = entries[-1].key
