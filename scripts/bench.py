@@ -1,0 +1,445 @@
+"""What the mount costs, measured against the plain directory beside it on the same file system. Run it through `scripts/bench`.
+
+Every comparison is made in turns in one run, and the medians are shown. It prints the machine's facts, because no figure
+means anything without them.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ckptfs import __version__
+from ckptfs.fs.cli_errors import CommandError, NotReached
+from ckptfs.fs.cli_flush import wait_until
+from ckptfs.fs.cli_output import human_bytes
+from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+from ckptfs.fs.mount_table import mounts_at
+from ckptfs.fs.node_processes import ROLES
+from ckptfs.fs.status import node_status, place_of_mount
+
+BLOCK_SIZE = 1 << 20
+CELL_SIZE = 1 << 20
+DATA_SHARDS, PARITY_SHARDS = 4, 2
+SMALL_FILE_SIZE = 1024
+SETTLE_SECONDS = 2.0
+PARTS = ("save", "write", "read", "small", "protect", "restore")
+
+LIMITS = {
+    "save": ("ratio_max", 1.05),
+    "write": ("ratio_max", 1.05),
+    "read": ("ratio_max", 1.05),
+    "small": ("files_per_second_min", 1000),
+    "protect": ("share_of_bare_loop_min", 0.5),
+    "memory": ("peak_mb_max", 150),
+}
+"""What must be reached, by part."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much work one run is."""
+
+    file_bytes: int
+    protect_bytes: int
+    small_files: int
+    pairs: int
+
+
+class Bench:
+    """The parts. Each returns its figures as JSON, and leaves the directories empty."""
+
+    def __init__(self, cluster: LocalCluster, plain: Path, sizes: Sizes) -> None:
+        self._cluster = cluster
+        self._mount = cluster.nodes[0].mountpoint
+        self._plain = plain
+        self._sizes = sizes
+
+    def save(self) -> dict[str, Any]:
+        """torch.save of one state dict."""
+        import torch
+
+        tensor_bytes = 16 << 20
+        count = max(1, self._sizes.file_bytes // tensor_bytes)
+        state = {f"layers.{index}.weight": torch.randn(min(tensor_bytes, self._sizes.file_bytes) // 4) for index in range(count)}
+        return self._pairs(lambda path: torch.save(state, path), self._sizes.file_bytes)
+
+    def write(self) -> dict[str, Any]:
+        """1 MiB blocks into a new file, opened and closed."""
+        block = os.urandom(BLOCK_SIZE)
+
+        def work(path: Path) -> None:
+            with open(path, "wb", buffering=0) as file:
+                for _ in range(self._sizes.file_bytes // BLOCK_SIZE):
+                    file.write(block)
+
+        return self._pairs(work, self._sizes.file_bytes)
+
+    def read(self) -> dict[str, Any]:
+        """1 MiB blocks from a file whose pages are in memory, opened and closed."""
+        block = os.urandom(BLOCK_SIZE)
+        for directory in (self._mount, self._plain):
+            with open(directory / "bench-read", "wb", buffering=0) as file:
+                for _ in range(self._sizes.file_bytes // BLOCK_SIZE):
+                    file.write(block)
+        buffer = bytearray(BLOCK_SIZE)
+
+        def work(path: Path) -> None:
+            with open(path.with_name("bench-read"), "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+        wait_until([self._mount / "bench-read"], "protected", None, shown=False)  # so that nothing works in the background
+        work(self._mount / "x")
+        work(self._plain / "x")
+        figures = self._pairs(work, self._sizes.file_bytes)
+        for directory in (self._mount, self._plain):
+            (directory / "bench-read").unlink()
+        return figures
+
+    def small(self) -> dict[str, Any]:
+        """Create, write 1 KiB, close."""
+        content = os.urandom(SMALL_FILE_SIZE)
+
+        def work(path: Path) -> None:
+            path.mkdir()
+            for number in range(self._sizes.small_files):
+                with open(path / f"{number}", "wb", buffering=0) as file:
+                    file.write(content)
+
+        figures = self._pairs(work, None)
+        for name in ("mount", "plain"):
+            figures[f"{name}_files_per_second"] = round(self._sizes.small_files / figures[f"{name}_seconds"])
+        return figures
+
+    def protect(self) -> dict[str, Any]:
+        """From close to protected, against a bare loop over six loopback connections into six synced files."""
+        size_bytes = self._sizes.protect_bytes
+        bare = bare_loop(size_bytes, self._plain)
+        block = os.urandom(BLOCK_SIZE)
+        with open(self._mount / "bench-protect", "wb", buffering=0) as file:
+            for number in range(size_bytes // BLOCK_SIZE):
+                file.write(number.to_bytes(8, "little") + block[8:])
+        before, started = self._processor_seconds(), time.monotonic()
+        wait_until([self._mount / "bench-protect"], "protected", None, shown=True)
+        seconds = time.monotonic() - started
+        after = self._processor_seconds()
+        working = max(seconds - SETTLE_SECONDS, 0.001)
+        return {
+            "bytes": size_bytes,
+            "seconds": round(seconds, 3),
+            "settle_seconds": SETTLE_SECONDS,
+            "bytes_per_second": round(size_bytes / working),
+            "bare_loop_seconds": round(bare, 3),
+            "bare_loop_bytes_per_second": round(size_bytes / bare),
+            "share_of_bare_loop": round(bare / working, 3),
+            "processor_seconds": {name: round(after[name] - before[name], 2) for name in after},
+            "processor_seconds_available": round(working * (os.cpu_count() or 1), 2),
+        }
+
+    def restore(self) -> dict[str, Any]:
+        """The protected file read through a third node's mount, its writer and one more node dead."""
+        for number in (0, 1):
+            self._cluster.kill(number)
+        path = self._cluster.nodes[2].mountpoint / "bench-protect"
+        buffer, size_bytes, started = bytearray(4 << 20), 0, time.monotonic()
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                size_bytes += count
+        seconds = time.monotonic() - started
+        if size_bytes != self._sizes.protect_bytes:
+            raise NotReached(f"{path} gave {size_bytes} bytes of {self._sizes.protect_bytes}")
+        path.unlink()
+        return {"bytes": size_bytes, "seconds": round(seconds, 3), "bytes_per_second": round(size_bytes / seconds)}
+
+    def _pairs(self, work: Callable[[Path], None], size_bytes: int | None) -> dict[str, Any]:
+        """Run it in both directories in turns, changing who begins; nothing written before waits for the disk meanwhile."""
+        seconds: dict[str, list[float]] = {"mount": [], "plain": []}
+        directories = {"mount": self._mount, "plain": self._plain}
+        for turn in range(self._sizes.pairs):
+            for name in ("mount", "plain") if turn % 2 == 0 else ("plain", "mount"):
+                path = directories[name] / f"bench-{turn}"
+                os.sync()
+                started = time.perf_counter()
+                work(path)
+                seconds[name].append(time.perf_counter() - started)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        figures: dict[str, Any] = {f"{name}_seconds": round(value, 4) for name, value in medians.items()}
+        figures["ratio"] = round(medians["mount"] / medians["plain"], 3)
+        figures["runs"] = {name: [round(value, 4) for value in values] for name, values in seconds.items()}
+        if size_bytes is not None:
+            figures["bytes"] = size_bytes
+            figures |= {f"{name}_bytes_per_second": round(size_bytes / value) for name, value in medians.items()}
+        return figures
+
+    def _processor_seconds(self) -> dict[str, float]:
+        """Seconds of processor time so far: of the writer's agent, of the other agents, of all mount processes."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        found = {"writer_agent": 0.0, "other_agents": 0.0, "mounts": 0.0}
+        for node in self._cluster.nodes:
+            for role, pid in node.processes.pids().items():
+                if pid is None or role == "supervisor":
+                    continue
+                with contextlib.suppress(OSError):
+                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+                    name = "mounts" if role == "mount" else ("writer_agent" if node.number == 0 else "other_agents")
+                    found[name] += (int(fields[11]) + int(fields[12])) / ticks
+        return found
+
+
+def bare_loop(size_bytes: int, directory: Path) -> float:
+    """Seconds to send what protecting `size_bytes` at 4+2 sends, over six loopback connections into six synced files.
+
+    One process sends cells of 1 MiB in turns; six processes receive and write, and sync once at the end. No code, no hashes.
+    """
+    each = -(-size_bytes // DATA_SHARDS)
+    context = multiprocessing.get_context("spawn")
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(DATA_SHARDS + PARITY_SHARDS)]
+    paths = [directory / f"bench-bare-{index}" for index in range(len(listeners))]
+    receivers = [
+        context.Process(target=_receive_into_file, args=(listener, path)) for listener, path in zip(listeners, paths, strict=True)
+    ]
+    for receiver in receivers:
+        receiver.start()
+    connections = [socket.create_connection(listener.getsockname()) for listener in listeners]
+    for connection in connections:
+        connection.recv(1)  # its receiver is ready
+    cell = memoryview(os.urandom(CELL_SIZE))
+    started = time.monotonic()
+    left = each
+    while left:
+        part = cell[: min(left, CELL_SIZE)]
+        for connection in connections:
+            connection.sendall(part)
+        left -= len(part)
+    for connection in connections:
+        connection.shutdown(socket.SHUT_WR)
+    for connection in connections:
+        connection.recv(1)  # it is synced
+    seconds = time.monotonic() - started
+    for connection, listener, receiver, path in zip(connections, listeners, receivers, paths, strict=True):
+        connection.close()
+        listener.close()
+        receiver.join()
+        path.unlink()
+    return seconds
+
+
+def _receive_into_file(listener: socket.socket, path: Path) -> None:
+    connection, _ = listener.accept()
+    buffer = memoryview(bytearray(CELL_SIZE))
+    with connection, open(path, "wb", buffering=0) as file:
+        connection.sendall(b"r")
+        while count := connection.recv_into(buffer):
+            file.write(buffer[:count])
+        os.fsync(file.fileno())
+        connection.sendall(b"s")
+
+
+class MemoryWatch:
+    """The peak resident memory of every process of the cluster, sampled ten times a second."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.peak_mb = dict.fromkeys(ROLES, 0.0)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.1):
+            for node in self._cluster.nodes:
+                for role, pid in node.processes.pids().items():
+                    if pid is not None:
+                        self.peak_mb[role] = max(self.peak_mb[role], _resident_mb(pid))
+
+
+def _resident_mb(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return 0.0
+
+
+def machine_facts(directory: Path) -> dict[str, Any]:
+    """What the figures depend on."""
+    processor = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
+    )
+    mounted = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    inside = [fields for fields in mounted if directory.is_relative_to(fields[1])]
+    file_system = max(inside, key=lambda fields: len(fields[1]))[2]
+    return {
+        "kernel": platform.release(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "file_system": file_system,
+        "python": platform.python_version(),
+        "ckptfs": __version__,
+    }
+
+
+def main() -> int:
+    arguments = _parse()
+    directory: Path = arguments.directory / f"ckptfs-bench-{os.getpid()}"
+    try:
+        document = _run(directory, arguments)
+    except CommandError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return error.exit_code
+    document["reached"] = _reached(document)
+    if arguments.json:
+        json.dump(document, sys.stdout, indent=2)
+        print()
+    else:
+        _print(document)
+    return 0 if all(document["reached"].values()) else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/var/tmp"), help="where to work; a local disk (default: /var/tmp)"
+    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the bytes: to see that it works, not to quote")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser.parse_args()
+
+
+def _run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    sizes = Sizes(1 << 30, 4 << 30, 5000, 5)
+    if arguments.quick:
+        sizes = Sizes(64 << 20, 256 << 20, 500, 3)
+    parts = [part for part in PARTS if arguments.only is None or part in arguments.only]
+    if "restore" in parts and "protect" not in parts:
+        parts.insert(parts.index("restore"), "protect")
+    needed, free = 5 * sizes.protect_bytes, shutil.disk_usage(arguments.directory).free
+    if free < needed:
+        raise NotReached(f"{arguments.directory} has {human_bytes(free)} free, this takes {human_bytes(needed)}; use --directory")
+    with _cluster(directory) as cluster, MemoryWatch(cluster) as memory:
+        plain = directory / "plain"
+        plain.mkdir()
+        status = node_status(place_of_mount(mounts_at(cluster.nodes[0].mountpoint)[-1]))
+        bench = Bench(cluster, plain, sizes)
+        document: dict[str, Any] = {
+            "machine": machine_facts(directory),
+            "lane": status["lane"],
+            "lane_reason": status["lane_reason"],
+            "codec": (status["agent"] or {}).get("codec"),
+            "quick": arguments.quick,
+        }
+        for part in parts:
+            print(f"{part} …", file=sys.stderr, flush=True)
+            document[part] = getattr(bench, part)()
+    document["memory"] = {f"{role}_peak_mb": round(peak, 1) for role, peak in memory.peak_mb.items()}
+    return document
+
+
+@contextlib.contextmanager
+def _cluster(directory: Path) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(directory / "cluster")
+    try:
+        cluster.up(DATA_SHARDS + PARITY_SHARDS, ClusterSettings(settle_seconds=SETTLE_SECONDS))
+        yield cluster
+    finally:
+        if LocalCluster.is_one(cluster.directory):
+            cluster.down(remove=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _reached(document: dict[str, Any]) -> dict[str, bool]:
+    """Whether each part that was measured is within its limit."""
+    found = {}
+    for part, (kind, limit) in LIMITS.items():
+        if part not in document:
+            continue
+        figures = document[part]
+        if kind == "ratio_max":
+            found[part] = figures["ratio"] <= limit
+        elif kind == "files_per_second_min":
+            found[part] = figures["mount_files_per_second"] >= limit
+        elif kind == "share_of_bare_loop_min":
+            found[part] = figures["share_of_bare_loop"] >= limit
+        else:
+            found[part] = max(figures.values()) < limit
+    return found
+
+
+def _print(document: dict[str, Any]) -> None:
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    facts = document["machine"]
+    hardware = f"{facts['processor']}, {facts['cores']} cores, {human_bytes(facts['memory_bytes'])}"
+    software = f"Linux {facts['kernel']}, {facts['file_system']}, Python {facts['python']}, ckptfs {facts['ckptfs']}"
+    out.print(f"{hardware}; {software}; {document['lane']} lane, codec {document['codec']}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("what", "mount", "plain directory", "ratio", "limit", ""):
+        table.add_column(heading)
+    for part in ("save", "write", "read"):
+        if part in document:
+            figures = document[part]
+            rates = [f"{figures[f'{name}_bytes_per_second'] / 1e9:.2f} GB/s" for name in ("mount", "plain")]
+            table.add_row(_what(part, figures["bytes"]), *rates, f"{figures['ratio']:.3f}", "≤ 1.05", _mark(document, part))
+    if "small" in document:
+        figures = document["small"]
+        rates = [f"{figures[f'{name}_files_per_second']} files/s" for name in ("mount", "plain")]
+        table.add_row("create, write 1 KiB, close", *rates, f"{figures['ratio']:.2f}", "≥ 1000 files/s", _mark(document, "small"))
+    out.print(table)
+    if "protect" in document:
+        figures = document["protect"]
+        out.print(
+            f"protect {human_bytes(figures['bytes'])} at 4+2: {figures['bytes_per_second'] / 1e9:.2f} GB/s, "
+            f"bare loop {figures['bare_loop_bytes_per_second'] / 1e9:.2f} GB/s, share {figures['share_of_bare_loop']:.2f} "
+            f"(limit ≥ 0.5) {_mark(document, 'protect')}"
+        )
+        used = figures["processor_seconds"]
+        out.print(
+            f"  processor seconds: writer's agent {used['writer_agent']}, other agents {used['other_agents']}, "
+            f"mounts {used['mounts']}, of {figures['processor_seconds_available']} there were"
+        )
+    if "restore" in document:
+        figures = document["restore"]
+        out.print(f"restore {human_bytes(figures['bytes'])}, two nodes dead: {figures['bytes_per_second'] / 1e9:.2f} GB/s")
+    peaks = ", ".join(f"{role} {document['memory'][f'{role}_peak_mb']:.0f} MB" for role in ROLES)
+    out.print(f"peak resident memory of a process: {peaks} (limit < 150 MB) {_mark(document, 'memory')}")
+
+
+def _what(part: str, size_bytes: int) -> str:
+    words = {"save": "torch.save", "write": "1 MiB writes", "read": "1 MiB reads"}
+    return f"{words[part]}, {human_bytes(size_bytes)}"
+
+
+def _mark(document: dict[str, Any], part: str) -> str:
+    return "reached" if document["reached"][part] else "NOT REACHED"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
