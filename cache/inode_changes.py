@@ -44,13 +44,9 @@ class AttributeChanges(NamedTuple):
     ctime_ns: int | None = None
 
 
-async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeChanges, now_ns: int) -> Inode:
-    """One attempt. Returns the inode's record afterwards. Raises `NoSuchName`; `NotPermitted` for a size of what has none."""
-    inode, revision = await existing_inode(kv, ino)
-    if changes.size is not None and not inode.is_regular:
-        raise NotPermitted(f"inode {ino} is not a regular file: its size can't be set")
-    ctime = now_ns if changes.ctime_ns is None else changes.ctime_ns
-    changed = msgspec.structs.replace(
+def applied(inode: Inode, changes: AttributeChanges, now_ns: int) -> Inode:
+    """The record with the changes made."""
+    return msgspec.structs.replace(
         inode,
         mode=inode.mode if changes.mode is None else stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode),
         uid=inode.uid if changes.uid is None else changes.uid,
@@ -58,11 +54,19 @@ async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeC
         atime_ns=inode.atime_ns if changes.atime_ns is None else changes.atime_ns,
         mtime_ns=inode.mtime_ns if changes.mtime_ns is None else changes.mtime_ns,
         size=inode.size if changes.size is None else changes.size,
-        ctime_ns=ctime,
+        ctime_ns=now_ns if changes.ctime_ns is None else changes.ctime_ns,
     )
+
+
+async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeChanges, now_ns: int) -> Inode:
+    """One attempt. Returns the inode's record afterwards. Raises `NoSuchName`; `NotPermitted` for a size of what has none."""
+    inode, revision = await existing_inode(kv, ino)
+    if changes.size is not None and not inode.is_regular:
+        raise NotPermitted(f"inode {ino} is not a regular file: its size can't be set")
+    changed = applied(inode, changes, now_ns)
     operations = [Put(inode_key(ino), pack(changed))]
     if inode.is_directory and changes.mtime_ns is not None:
-        operations.append(Put(times_key(ino), pack(DirectoryTimes(FORMAT_VERSION, changes.mtime_ns, ctime))))
+        operations.append(Put(times_key(ino), pack(DirectoryTimes(FORMAT_VERSION, changes.mtime_ns, changed.ctime_ns))))
     await commit(kv, [Unchanged(inode_key(ino), revision)], operations)
     return changed
 

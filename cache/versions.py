@@ -138,7 +138,11 @@ class Versions:
             await commit(self.kv, plan.compares, plan.operations)
             return opened
 
-        return await repeated(attempt)
+        opened = await repeated(attempt)
+        if opened.carried_on and opened.previous is not None:
+            # The first write changes bytes a local or protected version stood for. A power cut must not bring that version back.
+            await self.kv.make_durable()
+        return opened
 
     async def _begin(self, ino: InodeNumber, inode: Inode, segment: SegmentId, plan: Plan) -> OpenedForWriting:
         ending = await end_versions(self.kv, [inode.open], self.now_ns())

@@ -1,0 +1,310 @@
+"""What every engine of the catalog promises (`catalog_kv`): the same tests for each."""
+
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptfs.cache.catalog_kv import (
+    COMPARES_MAX,
+    OPERATIONS_MAX,
+    Compare,
+    Delete,
+    EmptyRange,
+    Entry,
+    Event,
+    KeyValue,
+    Operation,
+    Present,
+    Put,
+    Unchanged,
+)
+from ckptfs.cache.errors import CatalogCompacted
+
+OpenCatalog = Callable[..., Any]
+
+
+async def test_empty_catalog(kv: KeyValue) -> None:
+    assert await kv.get(b"k") is None
+    assert await kv.range(b"") == []
+    assert await kv.count(b"") == 0
+    assert await kv.revision() == 0
+
+
+async def test_revisions_grow_by_one_with_each_change(kv: KeyValue) -> None:
+    assert await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"2")]) == (True, 1)
+    assert await kv.transact([], [Put(b"a", b"3")]) == (True, 2)
+    assert await kv.get(b"a") == Entry(b"a", b"3", 1, 2)
+    assert await kv.get(b"b") == Entry(b"b", b"2", 1, 1)
+    assert await kv.revision() == 2
+
+
+async def test_what_changes_nothing_takes_no_revision(kv: KeyValue) -> None:
+    await kv.transact([], [Put(b"a", b"1")])
+    assert await kv.transact([], []) == (True, 1)
+    assert await kv.transact([], [Delete(b"nothing")]) == (True, 1)
+    assert await kv.transact([Unchanged(b"a", 7)], [Put(b"a", b"2")]) == (False, 1)
+    assert await kv.revision() == 1
+
+
+async def test_the_same_value_again_is_a_change(kv: KeyValue) -> None:
+    await kv.transact([], [Put(b"a", b"1")])
+    await kv.transact([], [Put(b"a", b"1")])
+    assert await kv.get(b"a") == Entry(b"a", b"1", 1, 2)
+
+
+async def test_a_key_that_comes_back_was_created_anew(kv: KeyValue) -> None:
+    await kv.transact([], [Put(b"a", b"1")])
+    await kv.transact([], [Delete(b"a")])
+    await kv.transact([], [Put(b"a", b"1")])
+    assert await kv.get(b"a") == Entry(b"a", b"1", 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("compare", "holds"),
+    [
+        (Unchanged(b"a", 1), True),
+        (Unchanged(b"a", 0), False),
+        (Unchanged(b"a", 2), False),
+        (Unchanged(b"absent", 0), True),
+        (Unchanged(b"absent", 1), False),
+        (Present(b"a"), True),
+        (Present(b"absent"), False),
+        (EmptyRange(b"a"), False),
+        (EmptyRange(b"p/"), False),
+        (EmptyRange(b"p/x/"), True),
+        (EmptyRange(b"q"), True),
+        (EmptyRange(b"p"), False),
+    ],
+)
+async def test_compares(kv: KeyValue, compare: Compare, holds: bool) -> None:
+    await kv.transact([], [Put(b"a", b""), Put(b"p/x", b"")])
+    result = await kv.transact([Present(b"a"), compare], [Put(b"done", b"")])
+    assert result.succeeded is holds
+    assert (await kv.get(b"done") is not None) is holds
+
+
+async def test_operations_apply_at_once_or_not_at_all(kv: KeyValue) -> None:
+    await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
+    refused = await kv.transact([Unchanged(b"a", 1), Unchanged(b"b", 9)], [Put(b"a", b"2"), Delete(b"b")])
+    assert not refused.succeeded
+    assert [entry.value for entry in await kv.range(b"")] == [b"1", b"1"]
+    await kv.transact([Unchanged(b"a", 1), Unchanged(b"b", 1)], [Put(b"a", b"2"), Delete(b"b")])
+    assert await kv.range(b"") == [Entry(b"a", b"2", 1, 2)]
+
+
+async def test_ranges(kv: KeyValue) -> None:
+    keys = [b"d/1/a", b"d/1/b", b"d/1/\xff", b"d/1/\xff\xff", b"d/10/a", b"d/2/a", b"e"]
+    await kv.transact([], [Put(key, b"v" + key) for key in keys])
+    assert [entry.key for entry in await kv.range(b"d/1/")] == keys[:4]
+    assert [entry.key for entry in await kv.range(b"d/1/", after=b"d/1/a")] == keys[1:4]
+    assert [entry.key for entry in await kv.range(b"d/1/", after=b"d/1/a", limit=1)] == keys[1:2]
+    assert [entry.key for entry in await kv.range(b"d/1/", after=b"a")] == keys[:4]
+    assert await kv.range(b"d/1/", after=b"d/1/\xff\xff") == []
+    assert await kv.range(b"d/1/", after=b"z") == []
+    assert [entry.key for entry in await kv.range(b"", limit=3)] == [b"d/1/a", b"d/1/b", b"d/1/\xff"]
+    assert await kv.range(b"d/1/", limit=0) == []
+    assert await kv.count(b"d/1/") == 4
+    assert await kv.count(b"d/") == 6
+    assert (await kv.range(b"e"))[0].value == b"ve"
+
+
+async def test_a_long_range_comes_whole(kv: KeyValue) -> None:
+    keys = [b"k/%05d" % number for number in range(2_500)]
+    for start in range(0, len(keys), OPERATIONS_MAX):
+        await kv.transact([], [Put(key, key) for key in keys[start : start + OPERATIONS_MAX]])
+    assert [entry.key for entry in await kv.range(b"k/")] == keys
+    for limit in (1, 999, 1000, 1001, 1002, 2_499, 2_500, 2_501):
+        assert [entry.key for entry in await kv.range(b"k/", limit=limit)] == keys[:limit]
+
+
+async def test_limits_of_a_transaction(kv: KeyValue) -> None:
+    await kv.transact(
+        [Unchanged(b"%d" % number, 0) for number in range(COMPARES_MAX)],
+        [Put(b"%d" % number, b"") for number in range(OPERATIONS_MAX)],
+    )
+    assert await kv.count(b"") == OPERATIONS_MAX
+    with pytest.raises(ValueError, match="too long"):
+        await kv.transact([Present(b"a")] * (COMPARES_MAX + 1), [])
+    with pytest.raises(ValueError, match="too long"):
+        await kv.transact([], [Put(b"%d" % number, b"") for number in range(OPERATIONS_MAX + 1)])
+    with pytest.raises(ValueError, match="twice"):
+        await kv.transact([], [Put(b"a", b""), Delete(b"a")])
+    with pytest.raises(ValueError, match="session"):
+        await kv.transact([], [Put(b"a", b"", bound_to_session=True)])
+    assert await kv.revision() == 1
+
+
+async def test_binary_keys_and_values(kv: KeyValue) -> None:
+    key, value = b"d/" + bytes(range(256)), bytes(range(256)) * 40
+    await kv.transact([], [Put(key, value), Put(b"empty", b"")])
+    assert await kv.range(b"d/") == [Entry(key, value, 1, 1)]
+    assert (await kv.range(b"empty"))[0].value == b""
+
+
+async def test_every_handle_sees_what_returned(open_catalog: OpenCatalog) -> None:
+    one, two = open_catalog(), open_catalog()
+    await one.transact([], [Put(b"a", b"1")])
+    assert await two.get(b"a") == Entry(b"a", b"1", 1, 1)
+    assert (await two.transact([Unchanged(b"a", 1)], [Put(b"a", b"2")])).succeeded
+    assert not (await one.transact([Unchanged(b"a", 1)], [Put(b"a", b"3")])).succeeded
+    assert await one.revision() == await two.revision() == 2
+
+
+async def test_an_ended_session_takes_its_keys(open_catalog: OpenCatalog) -> None:
+    one, two = open_catalog("one"), open_catalog("two")
+    await one.transact([], [Put(b"l/1", b"1", bound_to_session=True), Put(b"stays", b"")])
+    await two.transact([], [Put(b"l/2", b"2", bound_to_session=True), Put(b"l/3", b"2", bound_to_session=True)])
+    await two.transact([], [Put(b"l/3", b"unbound")])
+    assert await one.end_session("two") == 1
+    assert [entry.key for entry in await one.range(b"")] == [b"l/1", b"l/3", b"stays"]
+    assert await one.revision() == 4
+    assert await one.end_session("two") == 0
+    assert await one.revision() == 4
+
+
+async def test_watch_gives_every_transaction_in_order(open_catalog: OpenCatalog) -> None:
+    one, two = open_catalog(), open_catalog()
+    await one.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
+    await one.transact([], [Delete(b"a"), Delete(b"nothing")])
+    with trio.fail_after(5):
+        async with aclosing(one.watch(0)) as events:
+            assert await anext(events) == [Event(1, b"a", b"1"), Event(1, b"b", b"1")]
+            assert await anext(events) == [Event(2, b"a", None)]
+            await two.transact([], [Put(b"c", b"")])
+            assert await anext(events) == [Event(3, b"c", b"")]
+        async with aclosing(two.watch(2)) as events:
+            assert await anext(events) == [Event(3, b"c", b"")]
+
+
+async def test_watch_waits_for_a_change(open_catalog: OpenCatalog, nursery: trio.Nursery) -> None:
+    one, two = open_catalog(), open_catalog()
+    seen: list[list[Event]] = []
+    arrived = trio.Event()
+
+    async def listen() -> None:
+        async with aclosing(one.watch(0)) as events:
+            async for transaction in events:
+                seen.append(transaction)
+                arrived.set()
+
+    nursery.start_soon(listen)
+    await trio.testing.wait_all_tasks_blocked()
+    await two.transact([], [Put(b"a", b"")])
+    with trio.fail_after(5):
+        await arrived.wait()
+    assert seen == [[Event(1, b"a", b"")]]
+    await one.aclose()  # ends the watch, and with it the task
+
+
+async def test_watch_of_the_future_is_refused(kv: KeyValue) -> None:
+    with pytest.raises(CatalogCompacted, match="before 1"):
+        async with aclosing(kv.watch(1)) as events:  # type: ignore[type-var]
+            await anext(events)
+
+
+async def test_make_durable_returns(kv: KeyValue) -> None:
+    await kv.transact([], [Put(b"a", b"")])
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(kv.make_durable)
+
+
+async def test_counters_by_compare_and_set_lose_nothing(open_catalog: OpenCatalog) -> None:
+    handles = [open_catalog() for _ in range(4)]
+    await handles[0].transact([], [Put(b"c", b"0")])
+
+    async def count(kv: KeyValue) -> None:
+        for _ in range(25):
+            while True:
+                entry = await kv.get(b"c")
+                assert entry is not None
+                await trio.lowlevel.checkpoint()
+                changed = Put(b"c", b"%d" % (int(entry.value) + 1))
+                if (await kv.transact([Unchanged(b"c", entry.mod_revision)], [changed])).succeeded:
+                    break
+
+    async with trio.open_nursery() as nursery:
+        for handle in handles:
+            nursery.start_soon(count, handle)
+    entry = await handles[0].get(b"c")
+    assert entry is not None
+    assert entry.value == b"100"
+    assert entry.mod_revision == 101
+
+
+_keys = st.sampled_from([b"a", b"b", b"a/1", b"a/2", b"b/1", b"b/\xff"])
+_compares = st.one_of(
+    st.builds(Unchanged, _keys, st.integers(0, 8)),
+    st.builds(Present, _keys),
+    st.builds(EmptyRange, st.sampled_from([b"a/", b"b", b"c"])),
+)
+_operations = st.one_of(st.builds(Put, _keys, st.binary(max_size=3), st.just(False)), st.builds(Delete, _keys))
+_transactions = st.lists(
+    st.tuples(st.lists(_compares, max_size=2), st.lists(_operations, max_size=4, unique_by=lambda operation: operation.key)),
+    max_size=12,
+)
+
+
+@pytest.mark.slow
+@given(transactions=_transactions)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_any_history_is_what_a_mapping_says(
+    open_catalog: OpenCatalog, transactions: list[tuple[list[Compare], list[Operation]]]
+) -> None:
+    """Engine against the simplest model; and a watch from the beginning rebuilds the same content."""
+    kv = open_catalog()
+    await kv.transact([], [Delete(entry.key) for entry in await kv.range(b"")])
+    base = await kv.revision()
+    content: dict[bytes, Entry] = {}
+    revision = base
+    for compares, operations in transactions:
+        shifted = [
+            Unchanged(c.key, c.mod_revision + base if c.mod_revision else 0) if isinstance(c, Unchanged) else c for c in compares
+        ]
+        holds = all(_holds(content, compare) for compare in shifted)
+        result = await kv.transact(shifted, operations)
+        if holds:
+            revision = _apply(content, operations, revision)
+        assert result == (holds, revision)
+        assert await kv.range(b"") == [content[key] for key in sorted(content)]
+    replayed: dict[bytes, bytes] = {}
+    if revision > base:
+        async with aclosing(kv.watch(base)) as events:
+            async for transaction in events:
+                for event in transaction:
+                    if event.value is None:
+                        del replayed[event.key]
+                    else:
+                        replayed[event.key] = event.value
+                if transaction[0].revision == revision:
+                    break
+    assert replayed == {key: entry.value for key, entry in content.items()}
+
+
+def _holds(content: dict[bytes, Entry], compare: Compare) -> bool:
+    if isinstance(compare, EmptyRange):
+        return not any(key.startswith(compare.prefix) for key in content)
+    entry = content.get(compare.key)
+    if isinstance(compare, Present):
+        return entry is not None
+    return compare.mod_revision == (entry.mod_revision if entry is not None else 0)
+
+
+def _apply(content: dict[bytes, Entry], operations: list[Operation], revision: int) -> int:
+    changes = [operation for operation in operations if isinstance(operation, Put) or operation.key in content]
+    if not changes:
+        return revision
+    for operation in changes:
+        if isinstance(operation, Put):
+            before = content.get(operation.key)
+            created = revision + 1 if before is None else before.create_revision
+            content[operation.key] = Entry(operation.key, operation.value, created, revision + 1)
+        else:
+            del content[operation.key]
+    return revision + 1

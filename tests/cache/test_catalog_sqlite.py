@@ -1,0 +1,255 @@
+"""What is particular to the SQLite engine: its file, its locks, its log, what a crash leaves."""
+
+import os
+import shutil
+import sqlite3
+import threading
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from ckptfs.cache import catalog_sqlite
+from ckptfs.cache.catalog_format import FORMAT_KEY
+from ckptfs.cache.catalog_kv import Entry, Present, Put, Unchanged
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import CatalogCompacted, CatalogUnavailable, DamagedData, StoreError
+
+WAL_HEADER_SIZE = 32
+WAL_FRAME_SIZE = 24 + 4096
+
+
+def opened(path: Path) -> SqliteCatalog:
+    return SqliteCatalog.open(path, writer_label="test")
+
+
+async def test_content_survives_closing(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    await kv.transact([], [Put(b"a", b"1")])
+    await kv.aclose()
+    await kv.aclose()
+    kv = opened(tmp_path / "c.db")
+    assert await kv.get(b"a") == Entry(b"a", b"1", 1, 1)
+    assert await kv.revision() == 1
+    await kv.aclose()
+
+
+async def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    await kv.aclose()
+    with pytest.raises(CatalogUnavailable, match="closed"):
+        await kv.get(b"a")
+    with pytest.raises(CatalogUnavailable, match="closed"):
+        await kv.transact([], [Put(b"a", b"")])
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="directory does not exist"):
+        opened(tmp_path / "nowhere" / "c.db")
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.db").write_bytes(b"no database at all, but long enough to be looked at" * 100)
+    with pytest.raises(DamagedData, match="damaged"):
+        opened(tmp_path / "c.db")
+
+
+def test_a_foreign_database_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "c.db") as connection:
+        connection.execute("CREATE TABLE something(x)")
+    connection.close()
+    with pytest.raises(StoreError, match="not a ckptfs catalog"):
+        opened(tmp_path / "c.db")
+    connection = sqlite3.connect(tmp_path / "c.db")
+    assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (1,)
+    connection.close()
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.db").mkdir()
+    with pytest.raises(StoreError, match="can't be opened"):
+        opened(tmp_path / "c.db")
+
+
+async def test_a_newer_layout_is_refused(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    await kv.aclose()
+    connection = sqlite3.connect(tmp_path / "c.db")
+    connection.execute(f"PRAGMA user_version={catalog_sqlite.LAYOUT_VERSION + 1}")
+    connection.close()
+    with pytest.raises(StoreError, match="upgrade"):
+        opened(tmp_path / "c.db")
+
+
+async def test_a_newer_catalog_format_is_refused(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    await kv.transact([], [Put(FORMAT_KEY, b"2")])
+    await kv.aclose()
+    with pytest.raises(StoreError, match="has format 2"):
+        opened(tmp_path / "c.db")
+
+
+async def test_a_flipped_bit_in_a_record_is_an_error(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    await kv.transact([], [Put(b"k/good", b"intact"), Put(b"k/bad", b"a value that will be hit")])
+    await kv.aclose()
+    content = (tmp_path / "c.db").read_bytes()
+    assert content.count(b"that will be hit") >= 1
+    (tmp_path / "c.db").write_bytes(content.replace(b"that will be hit", b"that will be hiu"))
+    kv = opened(tmp_path / "c.db")
+    assert await kv.get(b"k/good") == Entry(b"k/good", b"intact", 1, 1)
+    with pytest.raises(DamagedData, match="k/bad"):
+        await kv.get(b"k/bad")
+    with pytest.raises(DamagedData, match="k/bad"):
+        await kv.range(b"k/")
+    await kv.aclose()
+
+
+async def test_a_damaged_page_is_an_error(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    for number in range(200):
+        await kv.transact([], [Put(b"k/%d" % number, b"v" * 100)])
+    await kv.aclose()
+    content = bytearray((tmp_path / "c.db").read_bytes())
+    for page in range(4096, len(content), 4096):
+        content[page : page + 64] = b"\xee" * 64
+    (tmp_path / "c.db").write_bytes(content)
+
+    async def read() -> None:
+        kv = opened(tmp_path / "c.db")
+        try:
+            await kv.range(b"k/")
+        finally:
+            await kv.aclose()
+
+    with pytest.raises(DamagedData, match="damaged"):
+        await read()
+
+
+async def test_a_lock_held_by_another_does_not_hold_up_the_loop(tmp_path: Path) -> None:
+    kv = opened(tmp_path / "c.db")
+    other = sqlite3.connect(tmp_path / "c.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    done = []
+
+    async def change() -> None:
+        await kv.transact([], [Put(b"a", b"1")])
+        done.append(True)
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change)
+            await trio.testing.wait_all_tasks_blocked()
+            assert await kv.get(b"a") is None  # the loop runs, and readers are not held up
+            assert not done
+            other.execute("COMMIT")
+    other.close()
+    assert done == [True]
+    assert kv.statistics().transactions_waited == 1
+    await kv.aclose()
+
+
+async def test_a_lock_held_for_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = opened(tmp_path / "c.db")
+    monkeypatch.setattr(catalog_sqlite, "BUSY_SECONDS_MAX", 0.02)
+    other = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(CatalogUnavailable, match="locked"):
+        await kv.transact([], [Put(b"a", b"1")])
+    other.execute("ROLLBACK")
+    other.close()
+    assert (await kv.transact([Unchanged(b"a", 0)], [Put(b"a", b"1")])).succeeded
+    await kv.aclose()
+
+
+async def test_one_barrier_serves_all_who_asked_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = opened(tmp_path / "c.db")
+    gate = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: gate.wait(5))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kv.make_durable)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(10):
+            nursery.start_soon(kv.make_durable)
+        await trio.testing.wait_all_tasks_blocked()
+        gate.set()
+    assert kv.statistics().barriers == 2  # the ten came after the first had begun: one more for all of them
+    assert kv.statistics().barrier_callers == 11
+    await kv.aclose()
+
+
+async def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = opened(tmp_path / "c.db")
+    with monkeypatch.context() as patched:
+
+        def fail(_: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        patched.setattr(os, "fdatasync", fail)
+        with pytest.raises(StoreError, match="can't be synced"):
+            await kv.make_durable()
+    with pytest.raises(StoreError, match="can't be synced"):
+        await kv.make_durable()
+    assert "can't be synced" in kv.statistics().last_error
+    await kv.aclose()
+
+
+async def test_the_log_is_checkpointed_and_trimmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_sqlite, "WAL_SIZE_BYTES_SOFT", 256 * 1024)
+    monkeypatch.setattr(catalog_sqlite, "WAL_LOOKED_AT_EVERY", 8)
+    monkeypatch.setattr(catalog_sqlite, "CHECKPOINT_INTERVAL_SECONDS_MIN", 0.0)
+    monkeypatch.setattr(catalog_sqlite, "LOG_REVISIONS_KEPT", 50)
+    monkeypatch.setattr(catalog_sqlite, "LOG_REVISIONS_TRIMMED_AT_ONCE", 20)
+    kv = opened(tmp_path / "c.db")
+    for number in range(400):
+        await kv.transact([], [Put(b"k/%d" % number, b"v" * 500)])
+    assert kv._maintenance is not None
+    await trio.to_thread.run_sync(kv._maintenance.join)
+    kv._maintain()
+    assert kv.statistics().checkpoints >= 1
+    assert kv.statistics().checkpoint_failures == 0
+    assert os.path.getsize(tmp_path / "c.db-wal") < 256 * 1024
+    assert await kv.count(b"k/") == 400
+    assert await kv.revision() == 400
+    with pytest.raises(CatalogCompacted):
+        async with aclosing(kv.watch(0)) as events:  # type: ignore[type-var]
+            await anext(events)
+    async with aclosing(kv.watch(350)) as events:  # type: ignore[type-var]
+        assert (await anext(events))[0].revision == 351
+    await kv.aclose()
+
+
+@pytest.mark.slow
+async def test_a_cut_write_ahead_log_leaves_a_whole_number_of_transactions(tmp_path: Path) -> None:
+    """A power cut keeps some prefix of what was not synced: whatever it is, no transaction is there in part."""
+    kv = opened(tmp_path / "c.db")
+    synced = 0
+    for number in range(30):
+        await kv.transact([], [Put(b"n", b"%d" % number), Put(b"a/%d" % number, b"x" * 300), Put(b"b/%d" % number, b"y" * 300)])
+        if number == 9:
+            await kv.make_durable()
+            synced = os.path.getsize(tmp_path / "c.db-wal")
+    wal = (tmp_path / "c.db-wal").read_bytes()
+    database = (tmp_path / "c.db").read_bytes()
+    seen = set()
+    frames = range(WAL_HEADER_SIZE, len(wal) + 1, WAL_FRAME_SIZE)
+    for cut in [*frames[::3], *(frame - 100 for frame in frames[1::3]), frames[-1]]:
+        copy = tmp_path / f"copy-{cut}"
+        copy.mkdir()
+        (copy / "c.db").write_bytes(database)
+        # What was not kept reads as zeros, as on a file system that had extended the file.
+        (copy / "c.db-wal").write_bytes(wal[:cut] + bytes(len(wal) - cut))
+        reopened = opened(copy / "c.db")
+        entry = await reopened.get(b"n")
+        count = 0 if entry is None else int(entry.value) + 1
+        seen.add(count)
+        assert await reopened.revision() == count
+        assert await reopened.count(b"a/") == await reopened.count(b"b/") == count
+        assert count >= 10 or cut < synced
+        assert (await reopened.transact([Present(b"n")] if count else [], [Put(b"after", b"")])).revision == count + 1
+        await reopened.aclose()
+        shutil.rmtree(copy)
+    assert {0, 10, 30} <= seen
+    await kv.aclose()
