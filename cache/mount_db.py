@@ -3,13 +3,13 @@
 Tables::
 
     fact(name, value)                         format, boot id, what INIT agreed on
-    file(ino, vid, segment, state, size, exposed_ns, backing_id, path_hint)
+    file(ino, vid, segment, state, size, exposed_ns, backing_id, path_hint, orphan)
                                               one row for each segment whose version isn't protected, and for each file in use
     handle(fh, ino, flags, lane)              one row for each handle the kernel holds
 
 `state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
 when its first unprotected byte may have been written, wall time. `backing_id` is the kernel's, valid as long as the
-connection, or NULL.
+connection, or NULL. `orphan` is the packed inode record of a file in use whose last name is gone, else empty.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order.
 """
@@ -29,9 +29,11 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS fact(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS file(
     ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, segment BLOB NOT NULL, state INTEGER NOT NULL, size INTEGER NOT NULL,
-    exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL);
+    exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL, orphan BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
 CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS file_vid ON file(vid);
+CREATE INDEX IF NOT EXISTS handle_ino ON handle(ino);
 """
 
 
@@ -55,6 +57,7 @@ class FileRow(NamedTuple):
     exposed_ns: int
     backing_id: int | None
     path_hint: bytes
+    orphan: bytes = b""
 
 
 class HandleRow(NamedTuple):
@@ -78,10 +81,11 @@ class WaitingVersion(NamedTuple):
 
 
 class Exposure(NamedTuple):
-    """What a death of this node would lose now: bytes and age of versions that aren't protected."""
+    """What a death of this node would lose now. `files` and `oldest_ns` (wall time, None without files) are of everything that
+    isn't protected, `local_bytes` only of what is closed: the size of an open file is the segment's."""
 
     files: int
-    bytes: int
+    local_bytes: int
     oldest_ns: int | None
 
 
@@ -137,10 +141,10 @@ class MountDatabase:
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
         """Set the file's row, and add the handle, in one transaction."""
         if handle is None:
-            self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             return
         self._execute("BEGIN")
-        self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
         self._execute("COMMIT")
 
@@ -163,6 +167,16 @@ class MountDatabase:
         self._connection.executemany("UPDATE file SET state = ?, size = ? WHERE vid = ?", changes)
         self._execute("COMMIT")
 
+    def set_protected(self, vids: Iterable[Vid]) -> None:
+        """These versions are safe on peers: their rows go, unless the file is in use."""
+        parameters = [(vid,) for vid in vids]
+        self._execute("BEGIN")
+        self._connection.executemany("UPDATE file SET state = 3 WHERE vid = ? AND state = 2", parameters)
+        self._connection.executemany(
+            "DELETE FROM file WHERE vid = ? AND state = 3 AND ino NOT IN (SELECT ino FROM handle)", parameters
+        )
+        self._execute("COMMIT")
+
     def remove_files(self, inos: Iterable[InodeNumber]) -> None:
         self._execute("BEGIN")
         self._connection.executemany("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])
@@ -171,11 +185,11 @@ class MountDatabase:
     def files(self) -> list[FileRow]:
         """Every row: bounded by what is in use or not yet protected."""
         rows = self._connection.execute("SELECT * FROM file ORDER BY exposed_ns").fetchall()
-        return [FileRow(r[0], r[1], r[2], FileState(r[3]), r[4], r[5], r[6], r[7]) for r in rows]
+        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in rows]
 
     def file(self, ino: InodeNumber) -> FileRow | None:
         row = self._connection.execute("SELECT * FROM file WHERE ino = ?", (ino,)).fetchone()
-        return None if row is None else FileRow(row[0], row[1], row[2], FileState(row[3]), row[4], row[5], row[6], row[7])
+        return None if row is None else FileRow(row[0], row[1], row[2], FileState(row[3]), *row[4:])
 
     def handles(self) -> list[HandleRow]:
         return [HandleRow(*row) for row in self._connection.execute("SELECT * FROM handle ORDER BY fh")]
@@ -188,9 +202,8 @@ class MountDatabase:
         self._execute("COMMIT")
 
     def exposure(self) -> Exposure:
-        """Files, bytes and age of what isn't protected; for open files the size as of their last sync."""
         count, size, oldest = self._connection.execute(
-            "SELECT count(*), coalesce(sum(size), 0), min(exposed_ns) FROM file WHERE state IN (1, 2)"
+            "SELECT count(*), coalesce(sum(size) FILTER (WHERE state = 2), 0), min(exposed_ns) FROM file WHERE state IN (1, 2)"
         ).fetchone()
         return Exposure(count, size, oldest)
 

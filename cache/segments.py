@@ -56,6 +56,24 @@ class Segments:
         """A read-only descriptor of the segment, which the caller owns."""
         return os.open(self.path_of(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOATIME)
 
+    def create_from(self, segment: SegmentId, ino: InodeNumber, source: str) -> int:
+        """Make a segment with the bytes of another file, and return a read-only descriptor. Nothing is left if it fails."""
+        descriptor = self.create(segment, ino)
+        try:
+            with open(source, "rb") as original, open(self.path_of(segment), "r+b") as copy:
+                size = os.fstat(original.fileno()).st_size
+                offset = 0
+                while offset < size:
+                    count = os.copy_file_range(original.fileno(), copy.fileno(), size - offset)
+                    if count == 0:
+                        raise OSError(errno.EIO, "the copy is shorter than it should be")
+                    offset += count
+        except BaseException:
+            os.close(descriptor)
+            self.remove(segment)
+            raise
+        return descriptor
+
     def inode_of(self, descriptor: int) -> InodeNumber:
         """The inode a segment says it belongs to. Raises `DamagedData` if it doesn't say."""
         try:

@@ -103,6 +103,11 @@ def load_config(path: Path) -> NodeConfig:
     return config
 
 
+def load_handed_config(path: Path) -> NodeConfig:
+    """The configuration as the supervisor has checked it and hands it to its children, in JSON."""
+    return msgspec.json.decode(path.read_bytes(), type=NodeConfig)
+
+
 def _check(config: NodeConfig) -> None:
     node, protection, mount = config.node, config.protection, config.mount
     _require(0 < len(node.id) <= 64 and node.id.isprintable() and "/" not in node.id, "node.id: 1 to 64 characters, no slash")

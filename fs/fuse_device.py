@@ -1,4 +1,4 @@
-"""The descriptor between the kernel and us: opening `/dev/fuse`, mounting, unmounting, and what is mounted where.
+"""The descriptor between the kernel and us: opening `/dev/fuse`, mounting, unmounting.
 
 We mount ourselves with mount(2) instead of through libfuse, because the descriptor has to outlive the process that answers
 requests, and because passthrough needs an INIT reply that libfuse does not give.
@@ -9,12 +9,12 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+
+from ckptfs.fs.mount_table import SOURCE_PREFIX, mounts_at
 
 DEVICE = Path("/dev/fuse")
 MS_NOSUID, MS_NODEV = 2, 4
 MNT_DETACH = 2
-SOURCE_PREFIX = "ckptfs:"
 FILE_SYSTEM_TYPE = "fuse.ckptfs"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,35 +24,9 @@ class MountError(Exception):
     """The mount can't be made or removed; the message says why and what to do."""
 
 
-class MountEntry(NamedTuple):
-    """One line of `/proc/self/mountinfo` that is ours. `device_minor` names the connection in /sys/fs/fuse/connections."""
-
-    mountpoint: Path
-    store: Path
-    device_minor: int
-
-
-def _unescape(field: str) -> str:
-    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
-
-
-def our_mounts() -> list[MountEntry]:
-    """Every ckptfs mount of this machine that this process sees, in the order of mounting."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        left, _, right = line.partition(" - ")
-        kind, source, *_ = right.split(" ")
-        if kind != FILE_SYSTEM_TYPE or not source.startswith(SOURCE_PREFIX):
-            continue
-        fields = left.split(" ")
-        minor = int(fields[2].partition(":")[2])
-        found.append(MountEntry(Path(_unescape(fields[4])), Path(_unescape(source.removeprefix(SOURCE_PREFIX))), minor))
-    return found
-
-
 def check_mountpoint(mountpoint: Path) -> None:
     """Raise `MountError` unless the mountpoint is an existing, empty, unused directory."""
-    if any(entry.mountpoint == mountpoint for entry in our_mounts()):
+    if mounts_at(mountpoint):
         raise MountError(f"{mountpoint} is already mounted; end that node first (ckptfs umount {mountpoint})")
     try:
         status = os.stat(mountpoint)

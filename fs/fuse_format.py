@@ -18,9 +18,11 @@ IN_HEADER = struct.Struct("<IIQQIIIHH")
 OUT_HEADER = struct.Struct("<IiQ")
 """length error unique: 16 bytes."""
 
+INIT_IN_SHORT = struct.Struct("<IIII")
+"""major minor max_readahead flags: all that a kernel before 7.36 sends."""
 INIT_IN = struct.Struct("<IIIII")
-"""major minor max_readahead flags flags2 (a kernel before 7.36 sends only the first four)."""
-INIT_OUT = struct.Struct("<IIIIHHIIHHII28x")
+"""The same, then flags2."""
+INIT_OUT = struct.Struct("<IIIIHHIIHHII24x")
 """major minor max_readahead flags max_background congestion_threshold max_write time_gran max_pages map_alignment flags2
 max_stack_depth: 64 bytes with the unused tail."""
 ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
@@ -114,6 +116,7 @@ class Opcode(IntEnum):
     READDIR = 28
     RELEASEDIR = 29
     FSYNCDIR = 30
+    CREATE = 35
     INTERRUPT = 36
     DESTROY = 38
     BATCH_FORGET = 42

@@ -1,0 +1,82 @@
+"""How safe a file is: its place on the durability ladder, and what it would survive."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, VersionState
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import InodeNumber, StoreId
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.versions import Versions
+from ckptfs.replication.members import DOMAIN_LABEL
+from ckptfs.replication.placement import UNREADABLE, protected_m
+
+STATE_NAMES = {VersionState.OPEN: "open", VersionState.LOCAL: "local", VersionState.PROTECTED: "protected"}
+
+Fact = dict[str, Any]
+
+
+class Durability:
+    """Answers for inodes. `stores` are the catalog's, `live` those that answer now; both are given with each question."""
+
+    def __init__(self, namespace: Namespace, versions: Versions, size_of: Callable[[InodeNumber], int | None]) -> None:
+        self._namespace = namespace
+        self._versions = versions
+        self._size_of = size_of
+
+    async def states(
+        self, inos: Iterable[InodeNumber], stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
+    ) -> dict[int, Fact]:
+        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `condition`, `home`.
+
+        `condition` is "" or, in order of gravity, "degraded" (shards are missing), "unreachable" (no node that has the bytes
+        answers), "lost". `protected_m` is 0 for what isn't protected.
+        """
+        facts: dict[int, Fact] = {}
+        for ino in inos:
+            try:
+                inode = await self._namespace.inode(ino)
+            except NoSuchName:
+                continue
+            if inode.is_regular:
+                facts[ino] = await self._fact(ino, inode, stores, live, parity_shards)
+        return facts
+
+    async def _fact(
+        self, ino: InodeNumber, inode: Inode, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
+    ) -> Fact:
+        being_written = inode.writer is not None
+        vid = inode.open if being_written and inode.open is not None else inode.cur
+        version = None if vid is None else await self._versions.version(vid)
+        if version is None:
+            return {"state": "open", "protected_m": 0, "bytes": inode.size, "condition": "lost", "home": ""}
+        home = stores.get(version.home)
+        size = (self._size_of(ino) if version.state is VersionState.OPEN else version.size) or 0
+        fact = {
+            "state": STATE_NAMES.get(version.state, "open"),
+            "protected_m": 0,
+            "bytes": size,
+            "condition": "lost" if inode.lost else "",
+            "home": home.node if home is not None else version.home.hex(),
+        }
+        if version.state is VersionState.PROTECTED:
+            survives = _survives(version, stores, live, parity_shards)
+            fact["protected_m"] = max(0, survives)
+            if survives == UNREADABLE:
+                fact["condition"] = "unreachable"
+            elif any(shard.store not in live for shard in version.shards):
+                fact["condition"] = "degraded"
+        elif version.home not in live:
+            fact["condition"] = "unreachable"
+        return fact
+
+
+def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int) -> int:
+    if not version.shards:  # an empty file: the catalog is all there is of it
+        return parity_shards
+    domains: list[str | None] = []
+    for shard in version.shards:
+        store = stores.get(shard.store)
+        gone = store is None or store.state in (StoreState.LOST, StoreState.REMOVED) or shard.store not in live
+        domains.append(None if store is None or gone else store.labels.get(DOMAIN_LABEL) or store.node)
+    return protected_m(domains, version.data_shards)

@@ -1,0 +1,541 @@
+"""Operations on a regular file's bytes: which bytes an open gets, in which lane, and what happens to them afterwards."""
+
+import ctypes
+import errno
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import trio
+
+from ckptfs.cache.catalog_format import Inode, Version, VersionState
+from ckptfs.cache.errors import HeldElsewhere, NameExists, NameMoved, NoSuchName
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
+from ckptfs.cache.inode_changes import AttributeChanges, applied
+from ckptfs.cache.mount_db import FileState, MountDatabase
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.removal import Removed
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.versions import Versions
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.fuse_errors import ContentUnreachable
+from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
+from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
+from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.settle import Settler
+
+log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class FileOperations:
+    """CREATE, OPEN, READ, WRITE, FLUSH, RELEASE, FSYNC, FALLOCATE, LSEEK, and truncation for SETATTR."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        versions: Versions,
+        open_files: OpenFiles,
+        segments: Segments,
+        database: MountDatabase,
+        view: AttributeView,
+        remote: RemoteContent,
+        settler: Settler,
+        reclaimer: Reclaimer,
+        store: StoreId,
+    ) -> None:
+        self._namespace = namespace
+        self._versions = versions
+        self._open_files = open_files
+        self._segments = segments
+        self._database = database
+        self._view = view
+        self._remote = remote
+        self._settler = settler
+        self._reclaimer = reclaimer
+        self._store = store
+        self._opening: dict[InodeNumber, trio.Lock] = {}
+
+    def handlers(self) -> dict[int, Handler]:
+        return {
+            Opcode.CREATE: self.create,
+            Opcode.OPEN: self.open,
+            Opcode.READ: self.read,
+            Opcode.WRITE: self.write,
+            Opcode.FLUSH: self.flush,
+            Opcode.RELEASE: self.release,
+            Opcode.FSYNC: self.fsync,
+            Opcode.FALLOCATE: self.fallocate,
+            Opcode.LSEEK: self.lseek,
+        }
+
+    # Making
+
+    async def create(self, header: RequestHeader, body: memoryview) -> bytes:
+        flags, mode, _umask, _ = fuse.CREATE_IN.unpack_from(body)
+        name = bytes(body[fuse.CREATE_IN.size : -1])
+        parent = InodeNumber(header.nodeid)
+        try:
+            file, inode = await self._make(parent, name, mode, header.uid, header.gid)
+        except NameExists:
+            if flags & os.O_EXCL:
+                raise
+            # Another node made the name after this kernel had looked it up.
+            ino, inode = await self._namespace.lookup(parent, name)
+            handle = await self._open(ino, flags, header.uid)
+            return await self._view.entry(ino, inode) + _open_reply(handle)
+        handle = self._open_files.open_handle(file, flags, store_row=True)
+        return await self._view.entry(file.ino, inode) + _open_reply(handle)
+
+    async def make_empty(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> bytes:
+        """A regular file by mknod(2): made, and closed at once. Returns its `fuse_entry_out`."""
+        file, inode = await self._make(parent, name, mode, uid, gid)
+        self._database.put_file(self._open_files.row(file))
+        self._settler.closed(file)
+        return await self._view.entry(file.ino, inode)
+
+    async def _make(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> tuple[FileInUse, Inode]:
+        segment = new_segment_id()
+        ino, inode, vid = await self._namespace.create_file(parent, name, mode, uid, gid, segment)
+        try:
+            descriptor = self._segments.create(segment, ino)
+        except OSError:
+            await self._namespace.unlink(parent, name)
+            raise
+        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, self._namespace.now_ns(), path_hint=name)
+        self._open_files.add(file)
+        return file, inode
+
+    # Opening
+
+    async def open(self, header: RequestHeader, body: memoryview) -> bytes:
+        flags, _ = fuse.OPEN_IN.unpack_from(body)
+        return _open_reply(await self._open(InodeNumber(header.nodeid), flags, header.uid))
+
+    async def _open(self, ino: InodeNumber, flags: int, uid: int) -> Handle:
+        writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
+        file = self._open_files.get(ino)
+        if file is not None and file.orphan is not None:
+            if flags & os.O_TRUNC:
+                self._truncate(file, 0)
+            return self._open_files.open_handle(file, flags, store_row=False)
+        try:
+            inode = await self._namespace.inode(ino)
+        except NoSuchName:
+            raise NameMoved(f"inode {ino} is gone: the name leads elsewhere now") from None
+        if not inode.is_regular:
+            raise OSError(errno.EINVAL, "only regular files are opened here")
+        if not writes:
+            file = await self._for_reading(ino, inode)
+            return self._open_files.open_handle(file, flags, store_row=False)
+        if uid != 0:
+            await self.clear_privileges(ino, inode)
+        file = await self.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
+        handle = self._open_files.open_handle(file, flags, store_row=True)
+        if not handle.writable:  # O_RDONLY | O_TRUNC
+            self._settler.closed(file)
+        return handle
+
+    async def reopen(self, ino: InodeNumber) -> FileInUse | None:
+        """The file behind a handle an earlier daemon gave out; None if its content can't be found any more."""
+        try:
+            return await self._for_reading(ino, await self._namespace.inode(ino))
+        except (NoSuchName, ContentUnreachable):
+            return None
+
+    async def clear_privileges(self, ino: InodeNumber, inode: Inode) -> None:
+        """What a write by an ordinary user does to set-user-id and set-group-id bits. Passthrough writes don't come here one by
+        one, so it is done when the file is opened for writing."""
+        mode = without_privileges(inode.mode)
+        if mode != inode.mode:
+            await self._namespace.set_attributes(ino, AttributeChanges(mode=mode))
+
+    @asynccontextmanager
+    async def _one_at_a_time(self, ino: InodeNumber) -> AsyncIterator[None]:
+        lock = self._opening.setdefault(ino, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.statistics().tasks_waiting and not lock.locked():
+                self._opening.pop(ino, None)
+
+    async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
+        file = self._open_files.get(ino)
+        if file is not None and file.is_home:
+            return file
+        if self._view.written_elsewhere(inode):
+            return self._remote_file(ino, None, None, file)
+        vid = inode.open if inode.writer is not None else inode.cur
+        version = None if vid is None else await self._versions.version(vid)
+        if vid is None or version is None:
+            raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
+        if version.home == self._store:
+            file = self._home_file(ino, vid, version)
+            if file is not None:
+                return file
+        return self._remote_file(
+            ino, vid, version if version.state is VersionState.PROTECTED else None, self._open_files.get(ino)
+        )
+
+    def _home_file(self, ino: InodeNumber, vid: Vid, version: Version) -> FileInUse | None:
+        """The file with its segment open, or None if the segment was released. An existing entry becomes the home's."""
+        file = self._open_files.get(ino)
+        if file is not None and file.is_home:
+            return file
+        try:
+            descriptor = self._segments.open_read(version.segment)
+        except FileNotFoundError:
+            return None
+        state = FileState.OPEN if version.state is VersionState.OPEN else FileState.LOCAL
+        if version.state is VersionState.PROTECTED:
+            state = FileState.PROTECTED
+        if file is None:
+            row = self._database.file(ino)
+            exposed_ns = self._namespace.now_ns() if row is None else row.exposed_ns
+            file = FileInUse(ino, state, vid, version.segment, descriptor, exposed_ns)
+            if row is not None:
+                file.path_hint, file.backing_id = row.path_hint, row.backing_id
+            self._open_files.add(file)
+        else:
+            file.state, file.vid, file.segment, file.descriptor = state, vid, version.segment, descriptor
+            file.remote = None
+        return file
+
+    def _remote_file(self, ino: InodeNumber, vid: Vid | None, version: Version | None, file: FileInUse | None) -> FileInUse:
+        """The file with its bytes elsewhere: in a protected version's shards, or with `version` None at its home."""
+        if file is None:
+            file = FileInUse(ino, FileState.PROTECTED, vid or Vid(b""), None, None, 0)
+            self._open_files.add(file)
+        if file.vid != vid and file.copy_descriptor is not None:
+            os.close(file.copy_descriptor)
+            file.copy_descriptor = None
+        file.vid, file.remote = vid or Vid(b""), version
+        return file
+
+    async def for_writing(self, ino: InodeNumber, *, truncate: bool) -> FileInUse:
+        """The file with this node as its home and its version open. Raises `HeldElsewhere`, `ContentUnreachable`, `OSError`."""
+        async with self._one_at_a_time(ino):
+            inode = await self._namespace.inode(ino)
+            if self._view.written_elsewhere(inode):
+                raise HeldElsewhere(f"inode {ino} is being written on another node")
+            if inode.writer is not None and inode.open is not None:
+                file = await self._being_written(ino, inode.open)
+                if truncate:
+                    self._truncate(file, 0)
+            else:
+                file = await self._begin_writing(ino, inode, truncate)
+            file.generation += 1
+            return file
+
+    async def _being_written(self, ino: InodeNumber, vid: Vid) -> FileInUse:
+        file = self._open_files.get(ino)
+        if file is not None and file.is_home:
+            return file
+        version = await self._versions.version(vid)
+        file = None if version is None else self._home_file(ino, vid, version)
+        if file is None:
+            raise ContentUnreachable(f"inode {ino} was being written here, but its segment is gone")
+        return file
+
+    async def _begin_writing(self, ino: InodeNumber, inode: Inode, truncate: bool) -> FileInUse:
+        file = self._open_files.get(ino)
+        in_use = file is not None and file.handles > 0
+        if not (truncate and not in_use):
+            version = None if inode.cur is None else await self._versions.version(inode.cur)
+            if version is not None and inode.cur is not None and version.home == self._store:
+                file = self._home_file(ino, inode.cur, version)
+        if file is not None and file.is_home and (in_use or not truncate):
+            return await self._rewrite_in_place(file, inode, truncate)
+        copy = None if truncate or inode.cur is None else await self._remote.fetch_whole(ino)
+        return await self._move_here(ino, inode, copy)
+
+    async def _rewrite_in_place(self, file: FileInUse, inode: Inode, truncate: bool) -> FileInUse:
+        """The segment carries on as a new version: what the old one held is what programs have open."""
+        assert file.descriptor is not None
+        opened = await self._versions.open_for_writing(file.ino, truncate_to_new_segment=None)
+        if file.state is not FileState.LOCAL:
+            file.exposed_ns = self._namespace.now_ns()
+        file.vid, file.state = opened.vid, FileState.OPEN
+        os.utime(file.descriptor, ns=(inode.atime_ns, inode.mtime_ns))
+        self._database.put_file(self._open_files.row(file, os.fstat(file.descriptor).st_size))
+        if truncate:
+            self._truncate(file, 0)
+        return file
+
+    async def _move_here(self, ino: InodeNumber, inode: Inode, copy: str | None) -> FileInUse:
+        """A new segment, empty or with the bytes of a verified copy; the home is this node from now on."""
+        segment = new_segment_id()
+        opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
+        try:
+            if copy is None:
+                descriptor = self._segments.create(segment, ino)
+            else:
+                descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy)
+        except OSError:
+            await self._versions.drop_open(ino, opened.vid)
+            raise
+        replaced = None if inode.cur is None else await self._versions.version(inode.cur)
+        now = self._namespace.now_ns()
+        file = self._open_files.get(ino)
+        if file is None or file.handles == 0:
+            if file is not None:
+                self._open_files.drop(file)
+            file = FileInUse(ino, FileState.OPEN, opened.vid, segment, descriptor, now)
+            self._open_files.add(file)
+        else:
+            file.state, file.vid, file.segment, file.descriptor = FileState.OPEN, opened.vid, segment, descriptor
+            file.exposed_ns, file.remote = now, None
+        if replaced is not None and replaced.home == self._store and replaced.state is VersionState.PROTECTED:
+            file.replaced_segment = replaced.segment
+        self._database.put_file(self._open_files.row(file))
+        return file
+
+    # Changing
+
+    def _truncate(self, file: FileInUse, size: int) -> None:
+        assert file.segment is not None
+        os.truncate(self._path_of(file), size)
+        file.generation += 1
+
+    def _path_of(self, file: FileInUse) -> str:
+        assert file.segment is not None
+        return self._segments.path_of(file.segment)
+
+    async def truncate(self, ino: InodeNumber, fh: int | None, size: int) -> None:
+        """Set the size of a file, through a handle or by name."""
+        handle = None if fh is None else self._open_files.handle(fh)
+        file = self._open_files.get(ino) if handle is None else handle.file
+        if file is None or file.orphan is None:
+            file = await self.for_writing(ino, truncate=False)
+        await trio.to_thread.run_sync(self._truncate, file, size)
+        if not file.writers:
+            self._settler.closed(file)
+
+    def set_times(self, ino: InodeNumber, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """While a file is being written, its segment's times are the file's. None leaves a time as it is."""
+        file = self._open_files.get(ino)
+        if file is not None and file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
+            assert file.descriptor is not None
+            status = os.fstat(file.descriptor)
+            times = (
+                status.st_atime_ns if atime_ns is None else atime_ns,
+                status.st_mtime_ns if mtime_ns is None else mtime_ns,
+            )
+            os.utime(file.descriptor, ns=times)
+            file.generation += 1
+
+    async def change_record(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
+        """Change the inode's record, also of one whose last name is gone while it is in use."""
+        file = self._open_files.get(ino)
+        if file is not None and file.orphan is not None:
+            file.orphan = applied(file.orphan, changes, self._namespace.now_ns())
+            return file.orphan
+        return await self._namespace.set_attributes(ino, changes)
+
+    async def fallocate(self, header: RequestHeader, body: memoryview) -> bytes:
+        fh, offset, length, mode, _ = fuse.FALLOCATE_IN.unpack_from(body)
+        file = self._handle(fh).file
+        if not file.is_home:
+            raise OSError(errno.EOPNOTSUPP, "not the file's home")
+
+        def run() -> int:
+            descriptor = os.open(self._path_of(file), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return 0 if _libc.fallocate(descriptor, mode, offset, length) == 0 else ctypes.get_errno()
+            finally:
+                os.close(descriptor)
+
+        if number := await trio.to_thread.run_sync(run):
+            raise OSError(number, os.strerror(number))
+        file.generation += 1
+        return b""
+
+    async def write(self, header: RequestHeader, body: memoryview) -> bytes:
+        fh, offset, size, flags, *_ = fuse.WRITE_IN.unpack_from(body)
+        file = self._handle(fh).file
+        if not file.is_home:
+            raise OSError(errno.EBADF, "not the file's home")
+        if flags & fuse.WRITE_KILL_SUIDGID and file.orphan is None:
+            await self.clear_privileges(file.ino, await self._namespace.inode(file.ino))
+        data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
+        written = await trio.to_thread.run_sync(os.pwrite, self._open_files.writing_descriptor(file), data, offset)
+        return fuse.WRITE_OUT.pack(written, 0)
+
+    # Reading
+
+    async def read(self, header: RequestHeader, body: memoryview) -> bytes:
+        fh, offset, size, *_ = fuse.READ_IN.unpack_from(body)
+        file = self._handle(fh).file
+        if file.is_home:
+            assert file.descriptor is not None
+            return await _pread(file.descriptor, size, offset)
+        if file.remote is None:
+            return await self._remote.read(file.ino, offset, size)
+        size = min(size, file.remote.size - offset)
+        if size <= 0:
+            return b""
+        return await _pread(await self._copy_with(file, offset, size), size, offset)
+
+    async def _copy_with(self, file: FileInUse, offset: int, size: int) -> int:
+        """A descriptor of the local copy in which the range is present and verified."""
+        path = await self._remote.fetch(file.ino, file.vid, offset, size)
+        if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_ino != os.stat(path).st_ino:
+            os.close(file.copy_descriptor)  # that copy was evicted, this is another one
+            file.copy_descriptor = None
+        if file.copy_descriptor is None:
+            file.copy_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return file.copy_descriptor
+
+    async def lseek(self, header: RequestHeader, body: memoryview) -> bytes:
+        fh, offset, whence, _ = fuse.LSEEK_IN.unpack_from(body)
+        file = self._handle(fh).file
+        if file.descriptor is not None:
+            return fuse.LSEEK_OUT.pack(os.lseek(file.descriptor, offset, whence))
+        size = (await self._view.current(file.ino)).size if file.remote is None else file.remote.size
+        if offset >= size:
+            raise OSError(errno.ENXIO, "beyond the end")
+        return fuse.LSEEK_OUT.pack(offset if whence == os.SEEK_DATA else size)
+
+    # Closing and syncing
+
+    async def flush(self, header: RequestHeader, body: memoryview) -> bytes:
+        return b""
+
+    async def release(self, header: RequestHeader, body: memoryview) -> bytes:
+        handle = self._open_files.handle(fuse.RELEASE_IN.unpack_from(body)[0])
+        if handle is None:
+            return b""  # let go before, by an earlier daemon
+        file = handle.file
+        self._open_files.close_handle(handle)
+        if handle.writable and not file.writers and file.state is FileState.OPEN:
+            self._settler.closed(file)
+        if not file.handles:
+            if file.orphan is not None:
+                self._destroy(file)
+            elif file.state is not FileState.OPEN:
+                self._open_files.drop(file)
+        return b""
+
+    async def fsync(self, header: RequestHeader, body: memoryview) -> bytes:
+        file = self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file
+        if file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
+            await self._sync(file)
+        if file.orphan is None:
+            await self._namespace.kv.make_durable()
+        return b""
+
+    async def _sync(self, file: FileInUse) -> None:
+        """The write order of a sync: bytes, the segment's name, the durable mark; the caller makes the catalog durable."""
+        descriptor, segment, vid = file.descriptor, file.segment, file.vid
+        assert descriptor is not None
+        assert segment is not None
+        if file.sync_failed:
+            raise OSError(errno.EIO, "an earlier sync of this file failed; its bytes were never safe")
+        first = file.durable_vid != vid and file.orphan is None
+
+        def run() -> None:
+            os.fdatasync(descriptor)
+            if first:
+                self._segments.sync_directories([segment])
+
+        try:
+            await trio.to_thread.run_sync(run)
+        except OSError as error:
+            file.sync_failed = True
+            log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
+            raise
+        if first and file.orphan is None:
+            await self._versions.mark_durable(vid)
+            file.durable_vid = vid
+
+    # Removing
+
+    async def replaced(self, removed: Removed) -> None:
+        """A file was renamed over: as `removed`, and the protected version that is kept needs no segment here any more."""
+        self.removed(removed)
+        kept = removed.inode_after.prot
+        version = None if kept is None or not removed.last else await self._versions.version(kept)
+        file = self._open_files.get(removed.ino)
+        if version is not None and version.home == self._store and (file is None or file.segment != version.segment):
+            self._reclaimer.segment(version.segment, at_once=False)
+
+    def renamed(self, ino: InodeNumber, name: bytes) -> None:
+        """Keep the hint of a file in use up to date."""
+        file = self._open_files.get(ino)
+        if file is not None:
+            file.path_hint = name
+
+    def removed(self, removed: Removed) -> None:
+        """A name is gone. With the last one a file in use becomes an orphan, another one's segments go."""
+        if not removed.last:
+            return
+        file = self._open_files.get(removed.ino)
+        if file is not None:
+            file.generation += 1
+            if file.handles:
+                file.orphan, file.state = removed.inode_after, FileState.ORPHAN
+                if file.is_home:
+                    self._database.put_file(self._open_files.row(file))
+                self.ended((vid, version) for vid, version in removed.dead if version.segment != file.segment)
+                return
+            self._open_files.drop(file)
+        self._database.remove_files([removed.ino])
+        self.ended(removed.dead)
+
+    def ended(self, dead: Iterable[tuple[Vid, Version]]) -> None:
+        """Versions whose end the catalog has committed: their segments here go."""
+        for _, version in dead:
+            if version.home == self._store:
+                self._reclaimer.segment(version.segment, at_once=version.state is VersionState.OPEN and not version.durable)
+
+    def _destroy(self, file: FileInUse) -> None:
+        segment: SegmentId | None = file.segment
+        self._open_files.drop(file)
+        self._database.remove_files([file.ino])
+        if segment is not None:
+            self._reclaimer.segment(segment, at_once=False)
+
+    def _handle(self, fh: int) -> Handle:
+        handle = self._open_files.handle(fh)
+        if handle is None:
+            raise OSError(errno.EBADF, "the handle is unknown")
+        return handle
+
+
+def without_privileges(mode: int) -> int:
+    """The mode after a write by somebody without CAP_FSETID."""
+    if not stat.S_ISREG(mode):
+        return mode
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _open_reply(handle: Handle) -> bytes:
+    file = handle.file
+    if file.lane is Lane.PASSTHROUGH:
+        assert file.backing_id is not None
+        return fuse.OPEN_OUT.pack(handle.fh, OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH, file.backing_id)
+    flags = OpenFlag(0) if handle.writable else OpenFlag.NOFLUSH
+    if handle.flags & os.O_ACCMODE == os.O_WRONLY:
+        flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES
+    return fuse.OPEN_OUT.pack(handle.fh, flags, 0)
+
+
+async def _pread(descriptor: int, size: int, offset: int) -> bytes:
+    """Read without a thread what is in the page cache, with one what isn't."""
+    buffer = bytearray(size)
+    try:
+        count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
+        if count == size:
+            return bytes(buffer)
+    except BlockingIOError:
+        pass
+    return await trio.to_thread.run_sync(os.pread, descriptor, size, offset)

@@ -1,0 +1,46 @@
+"""The one boundary between exceptions and errnos: everything a handler raises becomes one, here."""
+
+import errno
+
+import trio
+
+from ckptfs.cache import errors as cache
+from ckptfs.fs.local_socket import NodeNotAnswering
+
+
+class ContentUnreachable(Exception):
+    """EIO: the bytes exist, but no node that answers now has them. Logged with the node and the remedy where it is raised."""
+
+
+_TABLE: tuple[tuple[type[Exception], int], ...] = (
+    (cache.NoSuchName, errno.ENOENT),
+    (cache.NameExists, errno.EEXIST),
+    (cache.NotADirectory, errno.ENOTDIR),
+    (cache.IsADirectory, errno.EISDIR),
+    (cache.DirectoryNotEmpty, errno.ENOTEMPTY),
+    (cache.InvalidMove, errno.EINVAL),
+    (cache.NameTooLong, errno.ENAMETOOLONG),
+    (cache.TooManyLinks, errno.EMLINK),
+    (cache.NoSuchAttribute, errno.ENODATA),
+    (cache.AttributesTooLarge, errno.ENOSPC),
+    (cache.NotPermitted, errno.EPERM),
+    (cache.HeldElsewhere, errno.EBUSY),
+    (cache.NameMoved, errno.ESTALE),
+    (cache.CatalogUnavailable, errno.EIO),
+    (ContentUnreachable, errno.EIO),
+    (NodeNotAnswering, errno.EIO),
+    (trio.TooSlowError, errno.EIO),
+)
+
+
+def errno_of(error: Exception) -> int | None:
+    """The errno this exception means to a program, or None for one that nobody foresaw: a bug, answered with EIO and logged.
+
+    An `OSError` of the store's own file system passes through: ENOSPC, EDQUOT, EFBIG mean to the program what they mean there.
+    """
+    for kind, number in _TABLE:
+        if isinstance(error, kind):
+            return number
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    return None

@@ -1,0 +1,263 @@
+"""The conversation with the kernel: requests are read from the device, handled, answered.
+
+Why not libfuse or pyfuse3: a request that crosses a socket pair into pyfuse3 and back costs 330 µs here, one that is read
+and answered in the trio thread 20 to 40 µs, and a create has three of them (docs/design/fuse-session.md).
+
+**Who listens.** A pool of worker tasks passes one baton. Its holder waits for the device, then reads and handles request after
+request without going back to trio's loop as long as the next one arrives within `LINGER_SECONDS`: most handlers never wait.
+When a handler does wait (a thread, a peer), the baton goes to the next worker at that very moment, so that no request
+waits for another. Everything between two waits is atomic, for handlers too.
+
+**Repeats.** After a restart the kernel sends unanswered requests again, with bit 63 of `unique` set; handlers are given the
+number without it. An answer to a request that is gone (its process was killed) gets ENOENT, which means nothing.
+"""
+
+import errno
+import logging
+import os
+import select
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import trio
+
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.fuse_errors import errno_of
+from ckptfs.fs.fuse_format import InitFlag, Notification, Opcode, RequestHeader
+
+log = logging.getLogger(__name__)
+
+WORKERS = 96
+"""Requests that may wait at once; the kernel's background limit (64) and the foreground ones of that many threads."""
+LINGER_SECONDS = 0.00015
+INLINE_SECONDS_MAX = 0.002
+"""How long the listener may keep the thread before other tasks get a turn."""
+BACKGROUND_MAX = 64
+
+Body = memoryview
+Handler = Callable[[RequestHeader, memoryview], Awaitable[bytes | None]]
+"""Takes a request and returns the body of the answer; None answers nothing. The view is the handler's until it returns."""
+
+
+class Negotiated(msgspec.Struct, frozen=True):
+    """What INIT agreed on with the kernel; kept, because a connection has one INIT and several daemons."""
+
+    minor: int
+    flags: int
+    passthrough: bool
+    resend: bool
+
+
+class SessionStatistics(NamedTuple):
+    """Counts since the process started."""
+
+    requests: int
+    unexpected_errors: int
+
+
+class _Noticing:
+    """Awaits a coroutine and calls `on_wait` once, at the moment it first waits; not at all if it never does."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, bytes | None], on_wait: Callable[[], None]) -> None:
+        self._coroutine = coroutine
+        self._on_wait = on_wait
+
+    def __await__(self) -> Generator[Any, Any, bytes | None]:
+        coroutine = self._coroutine
+        try:
+            trap = coroutine.send(None)
+        except StopIteration as stop:
+            return cast(bytes | None, stop.value)
+        self._on_wait()
+        while True:
+            try:
+                sent = yield trap
+            except BaseException as error:
+                step = partial(coroutine.throw, error)
+            else:
+                step = partial(coroutine.send, sent)
+            try:
+                trap = step()
+            except StopIteration as stop:
+                return cast(bytes | None, stop.value)
+
+
+class FuseSession:
+    """One process's turn at a FUSE connection. The descriptor is the caller's."""
+
+    def __init__(
+        self,
+        device: int,
+        handlers: dict[int, Handler],
+        *,
+        allow_passthrough: bool,
+        negotiated: Negotiated | None,
+        on_negotiated: Callable[[Negotiated], None],
+        on_answered: Callable[[int], None] = lambda unique: None,
+    ) -> None:
+        if device >= 1024:
+            raise ValueError("the device's descriptor must be one that select(2) can take")
+        self._device = device
+        self._handlers = handlers
+        self._allow_passthrough = allow_passthrough
+        self.negotiated = negotiated
+        self._on_negotiated = on_negotiated
+        self._on_answered = on_answered
+        self._buffers: list[bytearray] = []
+        self._baton = trio.Semaphore(1)
+        self._requests = 0
+        self._unexpected_errors = 0
+        self._ended = trio.Event()
+
+    def statistics(self) -> SessionStatistics:
+        return SessionStatistics(self._requests, self._unexpected_errors)
+
+    async def run(self) -> None:
+        """Serve until the file system is unmounted or the connection aborted. A second daemon first asks for what was left."""
+        if self.negotiated is not None:
+            self.notify(Notification.RESEND)
+        async with trio.open_nursery() as nursery:
+            for _ in range(WORKERS):
+                nursery.start_soon(self._work)
+            await self._ended.wait()
+            nursery.cancel_scope.cancel()
+
+    def notify(self, code: Notification, body: bytes = b"") -> None:
+        """Send a message of our own. ENOENT (the kernel doesn't know the inode or name) is no error.
+
+        May wait for the kernel's locks: never call it for an entry or inode whose request is being handled; use a thread.
+        """
+        try:
+            os.write(self._device, fuse.notification(code, body))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ECONNABORTED):
+                raise
+
+    async def _work(self) -> None:
+        while True:
+            await self._baton.acquire()
+            holds = True
+
+            def give_up_baton() -> None:
+                nonlocal holds
+                holds = False
+                self._baton.release()
+
+            try:
+                await trio.lowlevel.wait_readable(self._device)
+                turn_ends = time.monotonic() + INLINE_SECONDS_MAX
+                while holds:
+                    received = self._read()
+                    if received is None:
+                        if self._ended.is_set() or not select.select([self._device], [], [], LINGER_SECONDS)[0]:
+                            break
+                        continue
+                    await self._handle(*received, give_up_baton)
+                    if holds and time.monotonic() > turn_ends:
+                        await trio.lowlevel.checkpoint()
+                        turn_ends = time.monotonic() + INLINE_SECONDS_MAX
+            finally:
+                if holds:
+                    self._baton.release()
+
+    def _read(self) -> tuple[bytearray, int] | None:
+        """One request and the buffer it is in, or None when there is none now."""
+        buffer = self._buffers.pop() if self._buffers else bytearray(fuse.BUFFER_SIZE)
+        try:
+            return buffer, os.readv(self._device, [buffer])
+        except OSError as error:
+            self._buffers.append(buffer)
+            if error.errno in (errno.EAGAIN, errno.EINTR, errno.ENOENT):
+                return None  # ENOENT: the request was withdrawn while we read it
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+                self._ended.set()
+                return None
+            raise
+
+    async def _handle(self, buffer: bytearray, length: int, on_wait: Callable[[], None]) -> None:
+        header = RequestHeader._make(fuse.IN_HEADER.unpack_from(buffer))
+        kernel_unique = header.unique
+        self._requests += 1
+        try:
+            with memoryview(buffer)[fuse.IN_HEADER.size : length] as body:
+                handler = self._handlers.get(header.opcode)
+                if header.opcode == Opcode.INIT:
+                    answer: bytes | None = self._negotiate(body)
+                elif handler is None:
+                    raise OSError(errno.ENOSYS, "not implemented")
+                else:
+                    if kernel_unique & fuse.UNIQUE_RESEND:
+                        header = header._replace(unique=kernel_unique & ~fuse.UNIQUE_RESEND)
+                    answer = await _Noticing(cast("Coroutine[Any, Any, bytes | None]", handler(header, body)), on_wait)
+            if answer is None:
+                return
+            message = fuse.OUT_HEADER.pack(fuse.OUT_HEADER.size + len(answer), 0, kernel_unique), answer
+        except Exception as error:
+            number = errno_of(error)
+            if number is None:
+                self._unexpected_errors += 1
+                log.exception("request_failed opcode=%d inode=%d", header.opcode, header.nodeid)
+                number = errno.EIO
+            message = fuse.error_reply(kernel_unique, number), b""
+        finally:
+            if len(self._buffers) < 4:
+                self._buffers.append(buffer)
+        self._answer(message)
+        self._on_answered(header.unique)
+
+    def _answer(self, message: tuple[bytes, bytes]) -> None:
+        try:
+            os.writev(self._device, message)
+        except OSError as error:
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+                self._ended.set()
+            elif error.errno != errno.ENOENT:
+                # The kernel has ended the request with EIO; a malformed answer is a bug, and no reason to end the mount.
+                self._unexpected_errors += 1
+                log.exception("answer_refused length=%d", len(message[0]) + len(message[1]))
+
+    def _negotiate(self, body: memoryview) -> bytes:
+        major, minor, max_readahead, low = fuse.INIT_IN_SHORT.unpack_from(body)
+        if major != fuse.MAJOR or minor < fuse.MINOR_MIN:
+            log.error("kernel_too_old protocol=%d.%d needed=%d.%d", major, minor, fuse.MAJOR, fuse.MINOR_MIN)
+            raise OSError(errno.EPROTO, "the kernel's FUSE protocol is too old")
+        offered = InitFlag(low)
+        if InitFlag.INIT_EXT in offered and len(body) >= fuse.INIT_IN.size:
+            offered = InitFlag(low | fuse.INIT_IN.unpack_from(body)[4] << 32)
+        wanted = (
+            InitFlag.ASYNC_READ
+            | InitFlag.ATOMIC_O_TRUNC
+            | InitFlag.BIG_WRITES
+            | InitFlag.AUTO_INVAL_DATA
+            | InitFlag.DO_READDIRPLUS
+            | InitFlag.READDIRPLUS_AUTO
+            | InitFlag.ASYNC_DIO
+            | InitFlag.PARALLEL_DIROPS
+            | InitFlag.MAX_PAGES
+            | InitFlag.HANDLE_KILLPRIV_V2
+            | InitFlag.INIT_EXT
+            | InitFlag.HAS_RESEND
+        )
+        if self._allow_passthrough:
+            wanted |= InitFlag.PASSTHROUGH
+        agreed = offered & wanted
+        passthrough = InitFlag.PASSTHROUGH in agreed
+        self.negotiated = Negotiated(min(minor, fuse.MINOR), int(agreed), passthrough, InitFlag.HAS_RESEND in agreed)
+        self._on_negotiated(self.negotiated)
+        return fuse.INIT_OUT.pack(
+            fuse.MAJOR,
+            fuse.MINOR,
+            max_readahead,
+            agreed & 0xFFFFFFFF,
+            BACKGROUND_MAX,
+            BACKGROUND_MAX * 3 // 4,
+            fuse.MAX_WRITE,
+            1,
+            fuse.MAX_WRITE // 4096,
+            0,
+            agreed >> 32,
+            1 if passthrough else 0,
+        )

@@ -1,0 +1,246 @@
+"""The mount process: its composition root, and what it answers on the node's socket.
+
+It is given the descriptor of a mounted FUSE connection by the supervisor, and may be killed at any moment: what the next one
+needs is in `mount.db`, in the catalog, or in the kernel. Started as `python -m
+ckptfs.fs.mount_process CONFIG DEVICE PARENT INCARNATION`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import trio
+
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.mount_db import FileState, MountDatabase
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.seal import Sealer
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import stores as list_stores
+from ckptfs.cache.versions import Versions
+from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.backing import BackingFiles
+from ckptfs.fs.config import NodeConfig, load_handed_config
+from ckptfs.fs.durability import Durability
+from ckptfs.fs.files import FileOperations
+from ckptfs.fs.fuse_session import FuseSession, Negotiated
+from ckptfs.fs.inode_operations import InodeOperations
+from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
+from ckptfs.fs.mount_recovery import MountRecovery
+from ckptfs.fs.names import NameOperations
+from ckptfs.fs.open_files import OpenFiles
+from ckptfs.fs.process_start import die_with_parent, raise_descriptor_limit, start_log, write_pid_file
+from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.settle import Settler
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = 5.0
+NEGOTIATED_FACT = "negotiated"
+INCARNATION_FACT = "incarnation"
+CLOCK_REALTIME_COARSE = 5
+"""clock_gettime(2); the time module has no name for it."""
+
+
+def now_ns() -> int:
+    """Wall time in nanoseconds, from the clock the kernel stamps segments with."""
+    return time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
+
+
+class MountProcess:
+    """The parts of a running mount, and the node socket's answers about them."""
+
+    def __init__(self, config: NodeConfig, device: int, incarnation: int) -> None:
+        self._config = config
+        self._store = StoreDirectory.create_or_open(config.store, config.node_id)
+        self._device = device
+        self._database = MountDatabase(self._store.mount_db)
+        self._kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/mount")
+        self._incarnation = incarnation
+        self._new_connection = self._begin_connection()
+
+    def _begin_connection(self) -> bool:
+        """Whether this is the connection's first daemon; what an older connection left in the database is void then."""
+        known = b"%d" % self._incarnation
+        if self._database.fact(INCARNATION_FACT) == known and self._database.fact(NEGOTIATED_FACT):
+            return False
+        self._database.forget_handles()
+        self._database.set_fact(NEGOTIATED_FACT, b"")
+        self._database.set_fact(INCARNATION_FACT, known)
+        return True
+
+    async def run(self) -> None:
+        store, config = self._store, self._config
+        namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns)
+        versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
+        settings = await namespace.settings()
+        segments = Segments(store.segments)
+        may_pass, self._lane_reason = _may_pass_through(config)
+        backing = BackingFiles(self._device) if may_pass else None
+        self._agent = LocalClient(store.agent_socket)
+        remote = RemoteContent(self._agent)
+        open_files = OpenFiles(self._database, segments, backing)
+        reclaimer = Reclaimer(self._kv, segments)
+        sealer = Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes)
+        settler = Settler(open_files, self._database, versions, sealer, reclaimer, config.mount.settle_seconds, self._wake_agent)
+        view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
+        files = FileOperations(
+            namespace, versions, open_files, segments, self._database, view, remote, settler, reclaimer, store.store_id
+        )
+        names = NameOperations(namespace, view, files)
+        inodes = InodeOperations(namespace, view, files, store.path)
+        stored = self._database.fact(NEGOTIATED_FACT)
+        session = FuseSession(
+            self._device,
+            names.handlers() | files.handlers() | inodes.handlers(),
+            allow_passthrough=may_pass,
+            negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
+            on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
+        )
+        if session.negotiated is not None:
+            self._negotiated(session.negotiated, open_files)
+        self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
+        self._durability = Durability(namespace, versions, self._size_of)
+        self._parity_shards = settings.parity_shards
+        recovery = MountRecovery(self._database, versions, segments, open_files, settler, reclaimer, files.reopen)
+        await recovery.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(settler.run)
+            nursery.start_soon(reclaimer.run)
+            nursery.start_soon(self._checkpoint_now_and_then)
+            nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
+            nursery.start_soon(self._wake_agent)
+            await nursery.start(serve, store.mount_socket, self.answer)
+            log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
+            await session.run()
+            log.info("mount_ended requests=%d", session.statistics().requests)
+            await self._end()
+            nursery.cancel_scope.cancel()
+
+    def _negotiated(self, agreed: Negotiated, open_files: OpenFiles) -> None:
+        self._database.set_fact(NEGOTIATED_FACT, msgspec.json.encode(agreed))
+        if not agreed.passthrough:
+            open_files.serve_only()
+            if not self._lane_reason:
+                self._lane_reason = "the kernel has no FUSE passthrough (Linux 6.9 is the first that has)"
+            log.warning("lane=served reason=%s", self._lane_reason)
+        else:
+            log.info("lane=passthrough")
+
+    async def _end_on_signal(self, scope: trio.CancelScope) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+            async for _ in signals:
+                await self._end()
+                scope.cancel()
+
+    async def _end(self) -> None:
+        """Leave as little as possible in flight."""
+        await self._settler.settle_due(everything=True)
+        await self._reclaimer.drain()
+        await self._kv.make_durable()
+
+    async def _checkpoint_now_and_then(self) -> None:
+        while True:
+            await trio.sleep(CHECKPOINT_SECONDS)
+            await trio.to_thread.run_sync(self._database.checkpoint)
+
+    async def _wake_agent(self) -> None:
+        """Tell the agent that a version waits. If it is down it looks by itself when it starts."""
+        try:
+            await self._agent.call({"do": "wake"})
+        except NodeNotAnswering as error:
+            log.info("agent_not_woken error=%s", error)
+
+    async def answer(self, request: Message) -> Message:
+        """One request on the node's mount socket."""
+        match request.get("do"):
+            case "status":
+                return self._status()
+            case "state":
+                inos = [InodeNumber(ino) for ino in request["inos"]]
+                live = await self._live_stores()
+                stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
+                facts = await self._durability.states(inos, stores, set(stores) if live is None else live, self._parity_shards)
+                return {"ok": True, "states": facts}
+            case "protected":
+                self._protected([Vid(vid) for vid in request["vids"]])
+                return {"ok": True}
+            case "settle":
+                self._settler.hurry()
+                return {"ok": True}
+            case other:
+                return {"ok": False, "error": "unknown", "message": f"the mount does not know the request {other!r}"}
+
+    def _size_of(self, ino: InodeNumber) -> int | None:
+        """The size of a file that is being written here."""
+        file = self._open_files.get(ino)
+        return os.fstat(file.descriptor).st_size if file is not None and file.descriptor is not None else None
+
+    async def _live_stores(self) -> set[StoreId] | None:
+        """The stores that answer the agent now; None while the agent doesn't answer."""
+        try:
+            answer = await self._agent.call({"do": "status"})
+        except NodeNotAnswering:
+            return None
+        return {StoreId(bytes.fromhex(store["store"])) for store in answer["stores"] if store["live"]}
+
+    def _protected(self, vids: list[Vid]) -> None:
+        self._database.set_protected(vids)
+        self._open_files.protected(set(vids))
+
+    def _status(self) -> Message:
+        exposure = self._database.exposure()
+        open_bytes = sum(
+            os.fstat(file.descriptor).st_size
+            for file in self._open_files
+            if file.state is FileState.OPEN and file.descriptor is not None
+        )
+        statistics = self._session.statistics()
+        agreed = self._session.negotiated
+        passthrough = agreed is not None and agreed.passthrough and not self._lane_reason
+        oldest = 0.0 if exposure.oldest_ns is None else max(0.0, (now_ns() - exposure.oldest_ns) / 1e9)
+        return {
+            "ok": True,
+            "lane": "passthrough" if passthrough else "served",
+            "lane_reason": self._lane_reason,
+            "unprotected_bytes": exposure.local_bytes + open_bytes,
+            "unprotected_files": exposure.files,
+            "oldest_unprotected_seconds": oldest,
+            "open_files": len(self._open_files),
+            "settling_files": self._settler.waiting_count,
+            "requests": statistics.requests,
+            "unexpected_errors": statistics.unexpected_errors,
+            "incarnation": self._incarnation,
+        }
+
+
+def _may_pass_through(config: NodeConfig) -> tuple[bool, str]:
+    """Whether passthrough is to be tried, and why not."""
+    if config.mount.passthrough == "off":
+        return False, "mount.passthrough is off in the configuration"
+    if os.geteuid() != 0:
+        return False, "passthrough needs root (CAP_SYS_ADMIN)"
+    return True, ""
+
+
+def main() -> None:
+    """Entry of the process."""
+    config_path, device, parent, incarnation = sys.argv[1:]
+    die_with_parent(int(parent))
+    config = load_handed_config(Path(config_path))
+    start_log(config.log_directory, "mount")
+    raise_descriptor_limit()
+    process = MountProcess(config, int(device), int(incarnation))
+    write_pid_file(config.store / "run", "mount")
+    trio.run(process.run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Operations on names: what leads to an inode, and what makes, moves and removes that."""
+
+import errno
+import stat
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import islice
+from operator import attrgetter
+
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import InodeNumber
+from ckptfs.cache.namespace import DirectoryItem, Namespace
+from ckptfs.cache.rename import RenameFlags
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.files import FileOperations
+from ckptfs.fs.fuse_format import Opcode, RequestHeader
+from ckptfs.fs.fuse_session import Handler
+
+_cookie = attrgetter("cookie")
+_NO_ENTRY = bytes(fuse.ENTRY_OUT.size + fuse.ATTRIBUTES.size)
+
+
+class NameOperations:
+    """LOOKUP, MKNOD, MKDIR, SYMLINK, LINK, READLINK, UNLINK, RMDIR, RENAME, and directories read."""
+
+    def __init__(self, namespace: Namespace, view: AttributeView, files: FileOperations) -> None:
+        self._namespace = namespace
+        self._view = view
+        self._files = files
+        self._listings: dict[int, list[DirectoryItem]] = {}
+        self._next_listing = 1
+
+    def handlers(self) -> dict[int, Handler]:
+        return {
+            Opcode.LOOKUP: self.lookup,
+            Opcode.FORGET: self.forget,
+            Opcode.BATCH_FORGET: self.forget,
+            Opcode.MKNOD: self.mknod,
+            Opcode.MKDIR: self.mkdir,
+            Opcode.SYMLINK: self.symlink,
+            Opcode.READLINK: self.readlink,
+            Opcode.LINK: self.link,
+            Opcode.UNLINK: self.unlink,
+            Opcode.RMDIR: self.rmdir,
+            Opcode.RENAME: self.rename,
+            Opcode.RENAME2: self.rename2,
+            Opcode.OPENDIR: self.opendir,
+            Opcode.READDIR: self.readdir,
+            Opcode.READDIRPLUS: self.readdirplus,
+            Opcode.RELEASEDIR: self.releasedir,
+            Opcode.FSYNCDIR: self.fsyncdir,
+        }
+
+    async def lookup(self, header: RequestHeader, body: memoryview) -> bytes:
+        ino, inode = await self._namespace.lookup(InodeNumber(header.nodeid), bytes(body[:-1]))
+        return await self._view.entry(ino, inode)
+
+    async def forget(self, header: RequestHeader, body: memoryview) -> None:
+        """Nothing: an inode's number is the catalog's, so no count of lookups is kept."""
+
+    async def mknod(self, header: RequestHeader, body: memoryview) -> bytes:
+        mode, rdev, _umask, _ = fuse.MKNOD_IN.unpack_from(body)
+        name = bytes(body[fuse.MKNOD_IN.size : -1])
+        parent = InodeNumber(header.nodeid)
+        if stat.S_ISREG(mode):
+            return await self._files.make_empty(parent, name, mode, header.uid, header.gid)
+        ino, inode = await self._namespace.make_node(parent, name, mode, rdev, header.uid, header.gid)
+        return await self._view.entry(ino, inode)
+
+    async def mkdir(self, header: RequestHeader, body: memoryview) -> bytes:
+        mode, _umask = fuse.MKDIR_IN.unpack_from(body)
+        name = bytes(body[fuse.MKDIR_IN.size : -1])
+        ino, inode = await self._namespace.make_directory(InodeNumber(header.nodeid), name, mode, header.uid, header.gid)
+        return await self._view.entry(ino, inode)
+
+    async def symlink(self, header: RequestHeader, body: memoryview) -> bytes:
+        name, target = fuse.split_names(body, 2)
+        ino, inode = await self._namespace.make_symlink(InodeNumber(header.nodeid), name, target, header.uid, header.gid)
+        return await self._view.entry(ino, inode)
+
+    async def readlink(self, header: RequestHeader, body: memoryview) -> bytes:
+        inode = await self._namespace.inode(InodeNumber(header.nodeid))
+        if not stat.S_ISLNK(inode.mode):
+            raise OSError(errno.EINVAL, "not a symbolic link")
+        return inode.target
+
+    async def link(self, header: RequestHeader, body: memoryview) -> bytes:
+        (ino,) = fuse.LINK_IN.unpack_from(body)
+        name = bytes(body[fuse.LINK_IN.size : -1])
+        inode = await self._namespace.link(InodeNumber(ino), InodeNumber(header.nodeid), name)
+        return await self._view.entry(InodeNumber(ino), inode)
+
+    async def unlink(self, header: RequestHeader, body: memoryview) -> bytes:
+        removed = await self._namespace.unlink(InodeNumber(header.nodeid), bytes(body[:-1]))
+        self._files.removed(removed)
+        return b""
+
+    async def rmdir(self, header: RequestHeader, body: memoryview) -> bytes:
+        await self._namespace.rmdir(InodeNumber(header.nodeid), bytes(body[:-1]))
+        return b""
+
+    async def rename(self, header: RequestHeader, body: memoryview) -> bytes:
+        (directory,) = fuse.RENAME_IN.unpack_from(body)
+        return await self._rename(header, directory, body[fuse.RENAME_IN.size :], 0)
+
+    async def rename2(self, header: RequestHeader, body: memoryview) -> bytes:
+        directory, flags, _ = fuse.RENAME2_IN.unpack_from(body)
+        return await self._rename(header, directory, body[fuse.RENAME2_IN.size :], flags)
+
+    async def _rename(self, header: RequestHeader, directory: int, names: memoryview, flags: int) -> bytes:
+        old, new = fuse.split_names(names, 2)
+        if flags & ~(RenameFlags.NOREPLACE | RenameFlags.EXCHANGE):
+            raise OSError(errno.EINVAL, "unknown rename flags")
+        renamed = await self._namespace.rename(InodeNumber(header.nodeid), old, InodeNumber(directory), new, RenameFlags(flags))
+        if renamed.replaced is not None:
+            await self._files.replaced(renamed.replaced)
+        self._files.ended(renamed.dead)
+        self._files.renamed(renamed.ino, new)
+        return b""
+
+    async def opendir(self, header: RequestHeader, body: memoryview) -> bytes:
+        listing = self._next_listing
+        self._next_listing += 1
+        return fuse.OPEN_OUT.pack(listing, 0, 0)
+
+    async def releasedir(self, header: RequestHeader, body: memoryview) -> bytes:
+        self._listings.pop(fuse.RELEASE_IN.unpack_from(body)[0], None)
+        return b""
+
+    async def fsyncdir(self, header: RequestHeader, body: memoryview) -> bytes:
+        await self._namespace.kv.make_durable()
+        return b""
+
+    async def _items(self, directory: InodeNumber, listing: int, offset: int) -> Iterator[DirectoryItem]:
+        """What follows the offset. The names are read when a listing begins (again), or when an earlier daemon began it."""
+        items = self._listings.get(listing)
+        if items is None or offset == 0:
+            inode = await self._namespace.inode(directory)
+            parent = inode.parent if inode.parent is not None else directory
+            items = [
+                DirectoryItem(b".", directory, stat.S_IFDIR, 1),
+                DirectoryItem(b"..", parent, stat.S_IFDIR, 2),
+                *await self._namespace.readdir(directory),
+            ]
+            self._listings[listing] = items
+        return islice(items, bisect_right(items, offset, key=_cookie), None)
+
+    async def readdir(self, header: RequestHeader, body: memoryview) -> bytes:
+        listing, offset, size, *_ = fuse.READ_IN.unpack_from(body)
+        records: list[bytes] = []
+        used = 0
+        for item in await self._items(InodeNumber(header.nodeid), listing, offset):
+            record = fuse.directory_record(item.ino, item.cookie, item.kind, item.name)
+            used += len(record)
+            if used > size:
+                break
+            records.append(record)
+        return b"".join(records)
+
+    async def readdirplus(self, header: RequestHeader, body: memoryview) -> bytes:
+        listing, offset, size, *_ = fuse.READ_IN.unpack_from(body)
+        records: list[bytes] = []
+        used = 0
+        for item in await self._items(InodeNumber(header.nodeid), listing, offset):
+            record = fuse.directory_record(item.ino, item.cookie, item.kind, item.name)
+            used += len(_NO_ENTRY) + len(record)
+            if used > size:
+                break
+            records.append(await self._entry_of(item))
+            records.append(record)
+        return b"".join(records)
+
+    async def _entry_of(self, item: DirectoryItem) -> bytes:
+        """A name's attributes, or none where another node would have to be asked or they are gone: the kernel looks up then."""
+        if item.name in (b".", b".."):
+            return _NO_ENTRY
+        try:
+            inode = await self._namespace.inode(item.ino)
+        except NoSuchName:
+            return _NO_ENTRY
+        if self._view.written_elsewhere(inode):
+            return _NO_ENTRY
+        return await self._view.entry(item.ino, inode)

@@ -1,0 +1,216 @@
+"""Files in use: which inodes have handles or bytes that aren't sealed yet, where their bytes are, and in which lane.
+
+The lane of an inode is chosen at its first open and kept until its last handle closes, because the kernel answers an open in
+the other lane with EIO. The table is the process's memory of `mount.db`; what must survive a kill is written there first.
+"""
+
+import enum
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptfs.cache.catalog_format import Inode, Version, pack
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase
+from ckptfs.cache.segments import Segments
+from ckptfs.fs.backing import BackingFiles
+
+HANDLE_BLOCK = 1 << 20
+
+
+class Lane(enum.IntEnum):
+    """How reads and writes of an inode travel. NONE: no handle is open. 0 is never stored."""
+
+    NONE = 0
+    PASSTHROUGH = 1
+    SERVED = 2
+
+
+@dataclass(slots=True)
+class FileInUse:
+    """One inode in use.
+
+    `segment` is None where this node is not its home; then `remote` is the protected version reads come from, or None while they
+    come from its home. `descriptor` is read-only, kept from create to seal so that a sync sees every write-back error.
+    `generation` grows with every open for writing and every change made through us: what a background step started from is void
+    when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is the version last marked
+    durable; `replaced_segment` that of the protected version this one replaces, free once this one is local. `sync_failed` is
+    final: the kernel marks pages clean after a failed write, so a second sync would lie.
+    """
+
+    ino: InodeNumber
+    state: FileState
+    vid: Vid
+    segment: SegmentId | None
+    descriptor: int | None
+    exposed_ns: int
+    path_hint: bytes = b""
+    lane: Lane = Lane.NONE
+    backing_id: int | None = None
+    handles: int = 0
+    writers: int = 0
+    pins: int = 0
+    generation: int = 0
+    settle_at: float = 0.0
+    durable_vid: Vid | None = None
+    replaced_segment: SegmentId | None = None
+    sync_failed: bool = False
+    write_descriptor: int | None = None
+    copy_descriptor: int | None = None
+    remote: Version | None = None
+    orphan: Inode | None = None
+
+    @property
+    def is_home(self) -> bool:
+        return self.segment is not None
+
+
+@dataclass(slots=True)
+class Handle:
+    """What one `fh` stands for."""
+
+    fh: int
+    file: FileInUse
+    flags: int
+    writable: bool
+
+
+class OpenFiles:
+    """The table. `passthrough` is whether new files may take that lane."""
+
+    def __init__(self, database: MountDatabase, segments: Segments, backing: BackingFiles | None) -> None:
+        self._database = database
+        self._segments = segments
+        self._backing = backing
+        self._files: dict[InodeNumber, FileInUse] = {}
+        self._handles: dict[int, Handle] = {}
+        self._next_fh = int(database.fact("next_fh") or b"1")
+        self._fh_limit = self._next_fh
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __iter__(self) -> Iterator[FileInUse]:
+        return iter(list(self._files.values()))
+
+    def get(self, ino: InodeNumber) -> FileInUse | None:
+        return self._files.get(ino)
+
+    def handle(self, fh: int) -> Handle | None:
+        return self._handles.get(fh)
+
+    def add(self, file: FileInUse) -> None:
+        self._files[file.ino] = file
+
+    def serve_only(self) -> None:
+        """The kernel has no passthrough: every inode takes the served lane."""
+        self._backing = None
+
+    def protected(self, vids: set[Vid]) -> None:
+        """Versions are protected now; a file in use stays in the table, with its row, until it is closed."""
+        for file in self._files.values():
+            if file.vid in vids and file.state is FileState.LOCAL:
+                file.state = FileState.PROTECTED
+
+    def new_fh(self) -> int:
+        """A handle number that was never used on this store."""
+        if self._next_fh >= self._fh_limit:
+            self._fh_limit = self._next_fh + HANDLE_BLOCK
+            self._database.set_fact("next_fh", b"%d" % self._fh_limit)
+        self._next_fh += 1
+        return self._next_fh - 1
+
+    def row(self, file: FileInUse, size: int = 0) -> FileRow:
+        """The file's row in `mount.db`. Only for files whose home is here."""
+        assert file.segment is not None
+        orphan = b"" if file.orphan is None else pack(file.orphan)
+        return FileRow(
+            file.ino, file.vid, file.segment, file.state, size, file.exposed_ns, file.backing_id, file.path_hint, orphan
+        )
+
+    def open_handle(self, file: FileInUse, flags: int, *, store_row: bool) -> Handle:
+        """Give the file one more handle; the first one chooses the lane. With `store_row` the file's row is written too.
+
+        Raises `OSError` if the kernel refuses the backing file; then nothing changed.
+        """
+        if file.handles == 0:
+            if file.is_home and self._backing is not None and file.write_descriptor is None:
+                assert file.descriptor is not None
+                if file.backing_id is None:
+                    file.backing_id = self._backing.register(file.descriptor)
+                    store_row = True
+                file.lane = Lane.PASSTHROUGH
+            else:
+                file.lane = Lane.SERVED
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        handle = Handle(self.new_fh(), file, flags, writable)
+        row = HandleRow(handle.fh, file.ino, flags, file.lane)
+        if store_row and file.is_home:
+            self._database.put_file(self.row(file), row)
+        else:
+            self._database.put_handle(row)
+        self._handles[handle.fh] = handle
+        file.handles += 1
+        file.writers += writable
+        return handle
+
+    def restore_handle(self, row: HandleRow, file: FileInUse) -> None:
+        """Take up a handle that an earlier daemon gave out."""
+        writable = row.flags & os.O_ACCMODE != os.O_RDONLY
+        self._handles[row.fh] = Handle(row.fh, file, row.flags, writable)
+        file.lane = Lane(row.lane)
+        file.handles += 1
+        file.writers += writable
+
+    def close_handle(self, handle: Handle) -> None:
+        """The kernel let the handle go. With the last one the lane ends and the backing id is given back."""
+        file = handle.file
+        del self._handles[handle.fh]
+        file.handles -= 1
+        file.writers -= handle.writable
+        if handle.writable and file.writers == 0 and file.write_descriptor is not None:
+            os.close(file.write_descriptor)
+            file.write_descriptor = None
+        if file.handles:
+            self._database.remove_handle(handle.fh)
+            return
+        file.lane = Lane.NONE
+        if file.state is FileState.PROTECTED and file.is_home:
+            self._database.remove_files([file.ino])
+        if file.backing_id is not None and self._backing is not None:
+            self._backing.close(file.backing_id)
+            file.backing_id = None
+            self._database.remove_handle_and_backing(handle.fh, file.ino)
+        else:
+            self._database.remove_handle(handle.fh)
+
+    def writing_descriptor(self, file: FileInUse) -> int:
+        """A descriptor for the served lane's writes; kept until the last writer closes. Raises `OSError`."""
+        if file.write_descriptor is None:
+            assert file.segment is not None
+            file.write_descriptor = os.open(self._segments.path_of(file.segment), os.O_WRONLY | os.O_CLOEXEC)
+        return file.write_descriptor
+
+    def drop(self, file: FileInUse) -> None:
+        """Forget a file without handles; its descriptors are closed, as soon as nothing pins them."""
+        assert not file.handles
+        if self._files.get(file.ino) is file:
+            del self._files[file.ino]
+        if not file.pins:
+            _close_descriptors(file)
+
+    def pin(self, file: FileInUse) -> None:
+        """Keep the file's descriptors open for a thread, whatever happens to the file."""
+        file.pins += 1
+
+    def unpin(self, file: FileInUse) -> None:
+        file.pins -= 1
+        if not file.pins and self._files.get(file.ino) is not file:
+            _close_descriptors(file)
+
+
+def _close_descriptors(file: FileInUse) -> None:
+    for descriptor in (file.descriptor, file.write_descriptor, file.copy_descriptor):
+        if descriptor is not None:
+            os.close(descriptor)
+    file.descriptor = file.write_descriptor = file.copy_descriptor = None

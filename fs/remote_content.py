@@ -1,0 +1,71 @@
+"""Bytes and sizes of files whose home is another node, asked of this node's agent.
+
+The agent answers only with bytes it has checked (or, for a file that is being written, with what the home has now). When no
+node that has them answers, programs get EIO and the log says once which inode and why: never older content.
+"""
+
+import logging
+import time
+from typing import NamedTuple
+
+from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.fs.fuse_errors import ContentUnreachable
+from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
+
+log = logging.getLogger(__name__)
+
+COMPLAINT_SECONDS = 10.0
+
+
+class RemoteAttributes(NamedTuple):
+    """As the home has them now; sizes in bytes, blocks of 512 bytes."""
+
+    size: int
+    mtime_ns: int
+    blocks: int
+
+
+class RemoteContent:
+    """This node's agent, as the mount uses it. All methods raise `ContentUnreachable`."""
+
+    def __init__(self, agent: LocalClient) -> None:
+        self._agent = agent
+        self._complained: dict[InodeNumber, float] = {}
+
+    async def attributes(self, ino: InodeNumber) -> RemoteAttributes:
+        """Size and times of a file that its home may be writing."""
+        answer = await self._ask({"do": "attributes", "ino": ino}, ino)
+        return RemoteAttributes(answer["size"], answer["mtime_ns"], answer["blocks"])
+
+    async def fetch(self, ino: InodeNumber, vid: Vid, offset: int, length: int) -> str:
+        """Have the range of a protected version's local copy present and verified; returns the path of the copy."""
+        answer = await self._ask({"do": "fetch", "ino": ino, "vid": vid, "offset": offset, "length": length}, ino)
+        return str(answer["copy"])
+
+    async def read(self, ino: InodeNumber, offset: int, length: int) -> bytes:
+        """Bytes from the home, short at the end of the file."""
+        answer = await self._ask({"do": "read", "ino": ino, "offset": offset, "length": length}, ino)
+        return bytes(answer["data"])
+
+    async def fetch_whole(self, ino: InodeNumber) -> str:
+        """A complete, verified copy of the file's current content; returns its path."""
+        answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
+        return str(answer["copy"])
+
+    async def _ask(self, request: Message, ino: InodeNumber) -> Message:
+        try:
+            answer = await self._agent.call(request)
+        except NodeNotAnswering as error:
+            raise self._unreachable(ino, f"this node's agent does not answer ({error}); it is being restarted") from None
+        if not answer["ok"]:
+            raise self._unreachable(ino, str(answer.get("message", answer.get("error"))))
+        return answer
+
+    def _unreachable(self, ino: InodeNumber, message: str) -> ContentUnreachable:
+        now = time.monotonic()
+        if now - self._complained.get(ino, -COMPLAINT_SECONDS) >= COMPLAINT_SECONDS:
+            if len(self._complained) > 1000:
+                self._complained.clear()
+            self._complained[ino] = now
+            log.warning("content_unreachable inode=%d message=%s", ino, message)
+        return ContentUnreachable(message)

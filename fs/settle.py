@@ -1,0 +1,170 @@
+"""From the last close to `local`: a file settles, is sealed, and its version is committed.
+
+A file waits `settle_seconds` after its last close, because checkpoint writers open again what they just closed; then it is sealed
+if nothing can write to it any more. A writable mapping that outlives close keeps it `open`; it is tried again, ever
+less often. A seal that fails for the disk is loud and final for the segment: no later sync may claim success.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from ckptfs.cache.errors import CacheError
+from ckptfs.cache.mount_db import FileState, MountDatabase
+from ckptfs.cache.seal import SealCandidate, Sealed, Sealer, SealFailed
+from ckptfs.cache.versions import LocalCommit, Versions
+from ckptfs.fs.open_files import FileInUse, OpenFiles
+from ckptfs.fs.reclaim import Reclaimer
+
+log = logging.getLogger(__name__)
+
+BATCH_COUNT = 256
+RETRY_SECONDS_MIN = 0.5
+RETRY_SECONDS_MAX = 60.0
+
+
+class Settler:
+    """Seals closed files, oldest close first, one batch at a time."""
+
+    def __init__(
+        self,
+        open_files: OpenFiles,
+        database: MountDatabase,
+        versions: Versions,
+        sealer: Sealer,
+        reclaimer: Reclaimer,
+        settle_seconds: float,
+        on_local: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._open_files = open_files
+        self._database = database
+        self._versions = versions
+        self._sealer = sealer
+        self._reclaimer = reclaimer
+        self._settle_seconds = settle_seconds
+        self._on_local = on_local
+        self._due: dict[int, FileInUse] = {}
+        self._delays: dict[int, float] = {}
+        self._hurry = False
+        self._wake = trio.Event()
+        self._limiter = trio.CapacityLimiter(1)
+
+    def closed(self, file: FileInUse) -> None:
+        """Nobody has the file open for writing now; it becomes local unless somebody opens it again."""
+        self._delays.pop(file.ino, None)
+        self._schedule(file, self._settle_seconds)
+
+    def hurry(self) -> None:
+        """Settle everything now: somebody waits for it, or the node ends."""
+        self._hurry = True
+        self._wake.set()
+
+    @property
+    def waiting_count(self) -> int:
+        """Files that are closed but not yet local."""
+        return len(self._due)
+
+    def _schedule(self, file: FileInUse, delay_seconds: float) -> None:
+        file.settle_at = trio.current_time() + delay_seconds
+        self._due.pop(file.ino, None)
+        self._due[file.ino] = file
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            wait_seconds = min((file.settle_at for file in self._due.values()), default=float("inf")) - trio.current_time()
+            if wait_seconds > 0 and not (self._hurry and self._due):
+                self._hurry = False
+                self._wake = trio.Event()
+                with trio.move_on_after(wait_seconds):
+                    await self._wake.wait()
+                continue
+            await self.settle_due(everything=self._hurry)
+            self._hurry = False
+
+    async def settle_due(self, *, everything: bool) -> None:
+        """Seal and commit what is due, or everything that is closed."""
+        now = trio.current_time()
+        due = [file for file in self._due.values() if everything or file.settle_at <= now]
+        for start in range(0, len(due), BATCH_COUNT):
+            await self._settle(due[start : start + BATCH_COUNT])
+
+    async def _settle(self, files: list[FileInUse]) -> None:
+        file_of: dict[bytes, FileInUse] = {}
+        asked: list[SealCandidate] = []
+        for file in files:
+            self._due.pop(file.ino, None)
+            if file.writers or file.state is not FileState.OPEN or file.orphan is not None or file.sync_failed:
+                continue
+            assert file.segment is not None
+            assert file.descriptor is not None
+            file_of[file.vid] = file
+            wanted = _unmoved(file, file.generation)
+            asked.append(SealCandidate(file.ino, file.vid, file.segment, file.descriptor, wanted))
+        if not asked:
+            return
+        sealing = list(file_of.values())
+        for file in sealing:
+            self._open_files.pin(file)
+        try:
+            results = await trio.to_thread.run_sync(self._sealer.seal, asked, limiter=self._limiter)
+            await self._commit(file_of, results)
+        except CacheError as error:
+            log.warning("local_not_committed files=%d error=%s", len(asked), error)
+        finally:
+            for file in sealing:
+                self._open_files.unpin(file)
+                self._after(file)
+
+    async def _commit(self, file_of: dict[bytes, FileInUse], results: list[Sealed | SealFailed]) -> None:
+        commits = []
+        for result in results:
+            file = file_of[result.candidate.vid]
+            if isinstance(result, SealFailed):
+                file.sync_failed = True
+                log.error(
+                    "seal_failed inode=%d segment=%s error=%s: the bytes are not safe on this node, copy the file elsewhere",
+                    file.ino,
+                    result.candidate.segment.hex(),
+                    result.error.strerror,
+                )
+            elif result.candidate.still_wanted():
+                commits.append(
+                    LocalCommit(
+                        file.ino, file.vid, result.size, result.root, result.cell_size, result.mtime_ns, release_writer=True
+                    )
+                )
+        if not commits:
+            return
+        sizes = {commit.vid: commit.size for commit in commits}
+        committed = await self._versions.commit_local(commits)
+        for vid in committed.vids:
+            file = file_of[vid]
+            if file.vid == vid and file.state is FileState.OPEN:
+                file.state = FileState.LOCAL
+            if file.replaced_segment is not None:
+                self._reclaimer.segment(file.replaced_segment, at_once=False)
+                file.replaced_segment = None
+        self._database.set_states([(FileState.LOCAL, sizes[vid], vid) for vid in committed.vids])
+        for _, version in committed.freed:
+            self._reclaimer.segment(version.segment, at_once=False)
+        if committed.vids:
+            await self._on_local()
+
+    def _after(self, file: FileInUse) -> None:
+        """A file that became local and isn't open is let go; one that could not be sealed is tried again later."""
+        if self._open_files.get(file.ino) is not file or file.orphan is not None:
+            return
+        if file.state is not FileState.OPEN:
+            self._delays.pop(file.ino, None)
+            if not file.handles:
+                self._open_files.drop(file)
+        elif not file.writers and not file.sync_failed and file.ino not in self._due:
+            delay_seconds = min(2 * self._delays.get(file.ino, RETRY_SECONDS_MIN / 2), RETRY_SECONDS_MAX)
+            self._delays[file.ino] = delay_seconds
+            self._schedule(file, delay_seconds)
+
+
+def _unmoved(file: FileInUse, generation: int) -> Callable[[], bool]:
+    return lambda: file.generation == generation and not file.writers and file.orphan is None

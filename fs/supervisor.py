@@ -1,0 +1,158 @@
+"""The supervisor: opens the FUSE connection, keeps its descriptor, and keeps the mount and the agent running on it.
+
+It stays small so that it never has a reason to die: no catalog of names, no peers, no requests. Its session in the catalog
+says that the node is up; it ends with the lock on the store.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import trio
+
+from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.ids import ID_SIZE
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import begin_session, session_label
+from ckptfs.fs import fuse_device
+from ckptfs.fs.config import NodeConfig
+from ckptfs.fs.mount_table import abort_connection, mounts_at
+from ckptfs.fs.process_start import raise_descriptor_limit, remove_pid_file, start_log, write_pid_file
+
+log = logging.getLogger(__name__)
+
+RESTART_SECONDS_MIN = 0.05
+RESTART_SECONDS_MAX = 5.0
+STABLE_SECONDS = 10.0
+"""A process that lived this long died by accident: it is restarted at once."""
+STOP_SECONDS = 20.0
+
+
+class Supervisor:
+    """One node's supervisor. Raises `StoreError`, `MountError` from `run` before anything is mounted."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._incarnation = time.time_ns()
+        self._stopping = False
+        self._children: dict[str, trio.Process] = {}
+
+    async def run(self) -> None:
+        config = self._config
+        store = StoreDirectory.create_or_open(config.store, config.node_id)
+        with contextlib.ExitStack() as held:
+            lock = store.acquire()
+            held.callback(os.close, lock)
+            os.set_inheritable(lock, True)
+            self._clean_stale_mount(store)
+            fuse_device.check_mountpoint(config.mountpoint)
+            label = session_label(store.store_id, self._incarnation)
+            kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/supervisor", session=label)
+            await self._join(kv, store)
+            device = fuse_device.open_device()
+            held.callback(os.close, device)
+            fuse_device.mount(device, config.mountpoint, config.store, allow_other=config.mount.allow_other)
+            held.callback(fuse_device.unmount, config.mountpoint, lazily=True)
+            write_pid_file(store.run, "supervisor")
+            held.callback(remove_pid_file, store.run, "supervisor")
+            log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, self._incarnation)
+            with tempfile.NamedTemporaryFile("wb", suffix=".json", dir=store.run, prefix="config-") as file:
+                file.write(msgspec.json.encode(config))
+                file.flush()
+                await self._supervise(Path(file.name), device, lock)
+            await kv.end_session(label)
+            await kv.aclose()
+            log.info("node_ended")
+
+    async def _join(self, kv: SqliteCatalog, store: StoreDirectory) -> None:
+        protection = self._config.protection
+        namespace = Namespace(kv, store.store_id, self._incarnation, time.time_ns)
+        wanted = Settings(
+            FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
+        )
+        settings = await namespace.format_if_empty(wanted)
+        if msgspec.structs.replace(wanted, cluster=settings.cluster) != settings:
+            log.warning(
+                "settings_differ cluster=%d+%d cell=%d: the cluster's hold, not this file's",
+                settings.data_shards,
+                settings.parity_shards,
+                settings.cell_size,
+            )
+        await begin_session(kv, self._config.node_id, store.store_id, self._incarnation)
+
+    def _clean_stale_mount(self, store: StoreDirectory) -> None:
+        """A mount that an earlier supervisor left when it was killed: its connection is dead, programs get ENOTCONN from it."""
+        for mounted in reversed(mounts_at(self._config.mountpoint)):
+            if mounted.store == store.path:
+                log.warning("stale_mount_removed mountpoint=%s", mounted.mountpoint)
+                abort_connection(mounted)
+                fuse_device.unmount(mounted.mountpoint, lazily=True)
+
+    async def _supervise(self, config_path: Path, device: int, lock: int) -> None:
+        parent = str(os.getpid())
+        mount = ["ckptfs.fs.mount_process", str(config_path), str(device), parent, str(self._incarnation)]
+        agent = ["ckptfs.fs.agent_process", str(config_path), parent, str(self._incarnation)]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_running, "mount", mount, (device, lock), nursery.cancel_scope)
+            nursery.start_soon(self._keep_running, "agent", agent, (lock,), nursery.cancel_scope)
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    await self._stop()
+                    nursery.cancel_scope.cancel()
+
+    async def _keep_running(self, role: str, arguments: list[str], descriptors: tuple[int, ...], scope: trio.CancelScope) -> None:
+        delay_seconds = RESTART_SECONDS_MIN
+        while True:
+            started = trio.current_time()
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-P", "-m", *arguments], pass_fds=descriptors, stdin=subprocess.DEVNULL
+            )
+            self._children[role] = process
+            try:
+                status = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            if self._stopping:
+                return
+            if role == "mount" and status == 0:
+                log.info("unmounted_from_outside: the node ends")
+                scope.cancel()
+                return
+            log.error("process_ended role=%s status=%d: restarted", role, status)
+            stable = trio.current_time() - started > STABLE_SECONDS
+            delay_seconds = RESTART_SECONDS_MIN if stable else min(2 * delay_seconds, RESTART_SECONDS_MAX)
+            await trio.sleep(delay_seconds)
+
+    async def _stop(self) -> None:
+        """End in order: the mount commits what is closed, the agent finishes its batch, then the file system goes."""
+        self._stopping = True
+        if not fuse_device.unmount(self._config.mountpoint):
+            log.warning("mount_in_use mountpoint=%s: programs that still use it get errors now", self._config.mountpoint)
+        for role in ("mount", "agent"):
+            process = self._children.get(role)
+            if process is None or process.returncode is not None:
+                continue
+            process.terminate()
+            with trio.move_on_after(STOP_SECONDS):
+                await process.wait()
+            if process.returncode is None:
+                log.error("process_did_not_end role=%s: killed", role)
+                process.kill()
+
+
+def run(config: NodeConfig) -> None:
+    """Run the node until SIGTERM or until it is unmounted."""
+    start_log(config.log_directory, "supervisor")
+    raise_descriptor_limit()
+    os.chdir("/")
+    trio.run(Supervisor(config).run)
