@@ -15,7 +15,6 @@ from mmap import mmap
 from typing import Protocol
 
 import trio
-from ckptfs.cache.versions import ProtectedCommit
 
 from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
 from ckptfs.cache.checksum import cell_table, content_root
@@ -23,12 +22,14 @@ from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import WaitingVersion
 from ckptfs.cache.segments import has_no_writer
+from ckptfs.cache.versions import ProtectedCommit
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
 from ckptfs.replication.members import Member, Members, candidates
 from ckptfs.replication.placement import Candidate, code_for, place, usable_domains
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.shard_format import ShardHeader
+from ckptfs.replication.small_copies import COPY_SIZE_MAX, SmallCopy
 from ckptfs.replication.striped_attempt import (
     AttemptVoid,
     ContentChanged,
@@ -57,18 +58,6 @@ class ProtectionLimits:
     small_file_size: int
     buffer_bytes_max: int = 32 << 20
     shortfall_seconds: float = 5.0
-
-
-@dataclass(frozen=True)
-class SmallCopy:
-    """A small file's content on its way to a holder."""
-
-    vid: Vid
-    ino: InodeNumber
-    size: int
-    path_hint: bytes
-    revision: int
-    content: bytes
 
 
 class VersionRecords(Protocol):
@@ -152,6 +141,11 @@ class Protector:
         self._codec = codec
         self._threads = threads
         self._budget = BufferBudget(limits.buffer_bytes_max)
+
+    def is_small(self, version: Version) -> bool:
+        """Whether the version is kept as whole copies (or, empty, needs nothing but the catalog)."""
+        limit = min(self.limits.small_file_size, COPY_SIZE_MAX + 1)
+        return version.size == 0 or (version.size < limit and version.cell_size == version.size)
 
     # ---- what the cluster can carry
 
@@ -287,17 +281,18 @@ class Protector:
         members = await self._members.refresh()
         revision = await self._kv.revision()
         total = sum(version.size for _, version in batch)
-        async with self._budget.take(min(total, self._budget.total)):
+        async with self._budget.take(
+            min(total, self._budget.total)
+        ):  # counted there, though the contents are objects of their own
             loaded = await self._threads.run(self._load_batch, batch, revision, wrong)
             copies = [copy for _, copy, _ in loaded]
             if not copies:
                 return [], wrong
             holders = await self._copy_to_holders(copies, [root for _, _, root in loaded], members, total)
-        shards = [(store, index) for index, store in enumerate(holders)]
         commits = []
-        for waiting, _, root in loaded:
-            placed = [Shard(store, root) for store, _ in shards]
-            commits.append(self._commit_of(waiting, ShardLayout.COPIES, 1, max(waiting.size, 1), placed))
+        for waiting, copy, root in loaded:
+            placed = [Shard(store, root) for store in holders]
+            commits.append(self._commit_of(waiting, ShardLayout.COPIES, 1, copy.size, placed))
         return commits, wrong
 
     async def _copy_to_holders(

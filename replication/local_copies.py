@@ -1,0 +1,194 @@
+"""Local copies of versions whose bytes live elsewhere: `copies/<2 hex>/<32 hex digits of the vid>`, and `….cells` beside it.
+
+A copy is a sparse file of the content's size; which parts of it are there is known in memory only. Beside it lies the table
+of the content's cell hashes, which proves itself against the content root in the catalog. So nothing here has to be
+synced or believed after a restart: what a copy holds is hashed again, part by part, before its first use, and a hole, a torn
+page or a flipped bit is simply not there. A copy may be deleted at any time; whoever has it open keeps what was promised.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root
+from ckptfs.cache.ids import ID_SIZE, Vid
+from ckptfs.replication.errors import ReplicationError
+
+TABLE_SUFFIX = ".cells"
+IN_USE_SECONDS = 60.0
+"""A copy asked for within this time is not evicted: a reader between two reads would have to fetch it again."""
+
+
+class CopyFailed(ReplicationError):
+    """The local copy can't be written or read: the store's disk is full or broken. The shards are untouched."""
+
+
+@dataclass(frozen=True)
+class LocalCopiesStatistics:
+    """`bytes` are those copies take on the disk; `evicted` counts copies removed to make room."""
+
+    copies: int
+    bytes: int
+    evicted: int
+
+
+class LocalCopy:
+    """One copy, open for reading and writing. Blocking; cells are numbered as in the content's table.
+
+    `present` has a 1 for each cell known to be right; the caller's tasks read and set it between their awaits.
+    """
+
+    def __init__(self, path: Path, vid: Vid, size: int, cell_size: int, table: bytes) -> None:
+        """Open or make the copy. Raises `CopyFailed`."""
+        self.path = path
+        self.vid = vid
+        self.size = size
+        self.cell_size = cell_size
+        self.table = table
+        self.present = bytearray(-(-size // cell_size))
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self.may_hold_cells = os.fstat(self._descriptor).st_blocks > 0
+            os.ftruncate(self._descriptor, size)
+            _write_table(path, table)
+        except OSError as error:
+            raise CopyFailed(f"the local copy {path} can't be made: {error.strerror}") from None
+
+    def cell_length(self, cell: int) -> int:
+        return min(self.cell_size, self.size - cell * self.cell_size)
+
+    def cell_digest(self, cell: int) -> bytes:
+        return self.table[cell * HASH_SIZE : (cell + 1) * HASH_SIZE]
+
+    def check(self, first_cell: int, cells: int, buffer: memoryview) -> list[int]:
+        """Which of these cells the file already holds, by their hashes. `buffer` has room for one cell."""
+        found = []
+        for cell in range(first_cell, first_cell + cells):
+            length = self.cell_length(cell)
+            try:
+                count = os.preadv(self._descriptor, [buffer[:length]], cell * self.cell_size)
+            except OSError:
+                continue
+            if count == length and cell_hash(buffer[:length]) == self.cell_digest(cell):
+                found.append(cell)
+        return found
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write checked bytes. Does not keep the buffer. Raises `CopyFailed`."""
+        try:
+            while data:
+                count = os.pwrite(self._descriptor, data, offset)
+                offset, data = offset + count, data[count:]
+        except OSError as error:
+            raise CopyFailed(f"the local copy {self.path} can't be written: {error.strerror}") from None
+
+    def sync(self) -> None:
+        """Make the bytes survive a power cut, for a copy that becomes a segment. Raises `CopyFailed`."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise CopyFailed(f"the local copy {self.path} can't be synced: {error.strerror}") from None
+
+    def exists(self) -> bool:
+        """Whether the file still has its name: nobody removed or took it."""
+        try:
+            there, own = os.stat(self.path), os.fstat(self._descriptor)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+    def close(self) -> None:
+        """Close the file. Harmless when repeated."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class LocalCopies:
+    """The `copies/` directory of a store. Blocking."""
+
+    def __init__(self, directory: Path, *, reserve_bytes: int = 0) -> None:
+        self._directory = directory
+        self._reserve_bytes = reserve_bytes
+        self._evicted = 0
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+    def path_of(self, vid: Vid) -> Path:
+        """Where the copy is, or would be; made from the id only."""
+        if len(vid) != ID_SIZE:
+            raise ValueError("a vid has 16 bytes")
+        name = vid.hex()
+        return self._directory / name[:2] / name
+
+    def table_of(self, vid: Vid, size: int, cell_size: int, root: bytes) -> bytes | None:
+        """The content's table of cell hashes if it lies beside the copy and matches the root."""
+        path = self.path_of(vid)
+        try:
+            table = path.with_name(path.name + TABLE_SUFFIX).read_bytes()
+            return table if content_root(vid, size, cell_size, table) == root else None
+        except (OSError, ValueError):
+            return None
+
+    def open(self, vid: Vid, size: int, cell_size: int, table: bytes) -> LocalCopy:
+        """The copy, made if absent. Raises `CopyFailed`."""
+        return LocalCopy(self.path_of(vid), vid, size, cell_size, table)
+
+    def remove(self, vid: Vid) -> None:
+        """Remove the copy and its table; nothing happens if there is none."""
+        path = self.path_of(vid)
+        for name in (path, path.with_name(path.name + TABLE_SUFFIX)):
+            with contextlib.suppress(FileNotFoundError):
+                name.unlink()
+
+    def vids(self) -> list[Vid]:
+        """The versions that have a copy."""
+        return [vid for vid, _ in self._scan()]
+
+    def make_room(self, needed_bytes: int, last_used_at: dict[Vid, float]) -> list[Vid]:
+        """Remove the copies used longest ago until `needed_bytes` are free besides the reserve; returns those removed.
+
+        `last_used_at` holds wall times of copies this process served; others count by their file's times. Copies in use stay,
+        so there may be less room than was asked for.
+        """
+        removed: list[Vid] = []
+        if self._free_bytes() >= needed_bytes + self._reserve_bytes:
+            return removed
+        ages = sorted((last_used_at.get(vid, status.st_mtime), vid) for vid, status in self._scan())
+        for used_at, vid in ages:
+            if self._free_bytes() >= needed_bytes + self._reserve_bytes or time.time() - used_at < IN_USE_SECONDS:
+                break
+            self.remove(vid)
+            self._evicted += 1
+            removed.append(vid)
+        return removed
+
+    def statistics(self) -> LocalCopiesStatistics:
+        sizes = [status.st_blocks * 512 for _, status in self._scan()]
+        return LocalCopiesStatistics(len(sizes), sum(sizes), self._evicted)
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._directory)
+        return status.f_bavail * status.f_frsize
+
+    def _scan(self) -> Iterator[tuple[Vid, os.stat_result]]:
+        for fan in self._directory.iterdir():
+            with contextlib.suppress(NotADirectoryError, FileNotFoundError), os.scandir(fan) as entries:
+                for entry in entries:
+                    with contextlib.suppress(ValueError, FileNotFoundError):
+                        vid = Vid(bytes.fromhex(entry.name))
+                        if len(vid) == ID_SIZE:
+                            yield vid, entry.stat(follow_symlinks=False)
+
+
+def _write_table(path: Path, table: bytes) -> None:
+    name = path.with_name(path.name + TABLE_SUFFIX)
+    with contextlib.suppress(FileNotFoundError):
+        if name.read_bytes() == table:
+            return
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(table)

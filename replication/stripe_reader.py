@@ -1,0 +1,317 @@
+"""Content from shards: any k right cells of a stripe give its content, and nothing but right content leaves here.
+
+Data cells are asked for first, for they need no decoding; a holder that is away, late or wrong is answered by asking one
+more. A data cell is right if it has the hash the content's table gives it, and the table if it gives the content root of
+the catalog. A parity cell is right by its shard's own table, and that by the root the catalog has for the shard. What was
+decoded is checked against the content's table like what was read.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from ckptfs.cache.catalog_format import Version
+from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root, shard_root
+from ckptfs.cache.ids import StoreId, Vid
+from ckptfs.replication.codec import Codec
+from ckptfs.replication.errors import (
+    NotEnoughShards,
+    PeerUnreachable,
+    ReplicationError,
+    ShardDamaged,
+)
+from ckptfs.replication.members import Members
+from ckptfs.replication.shard_format import ShardFooter
+from ckptfs.replication.stripes import Geometry, stripe_cells
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 0.75
+"""After this long one more holder is asked. A cell on the same machine takes milliseconds, over a slow network tens of them."""
+
+SLOW_SECONDS = 5.0
+"""For how long a holder that was late is asked last."""
+
+
+class ContentUnreachable(NotEnoughShards):
+    """Too few holders of this content answer now. It comes back when they do; nothing older is shown in its place."""
+
+
+class ContentDamaged(NotEnoughShards):
+    """The holders answer, but too few of the shards they have are right."""
+
+
+class ShardReaders(Protocol):
+    """How a store's shards are read; the own store is one of them. All raise `ReplicationError`."""
+
+    async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        """Read one cell, unchecked, into the buffer; returns its length."""
+
+    async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter: ...
+
+    async def read_copy(self, store: StoreId, vid: Vid) -> bytes: ...
+
+
+@dataclass
+class ReadCounters:
+    """Since the start: cells read, cells decoded because others were missing, and cells or copies that failed their hash."""
+
+    cells_read: int = 0
+    cells_decoded: int = 0
+    damaged_by_store: Counter[StoreId] = field(default_factory=Counter)
+    failed_by_store: Counter[StoreId] = field(default_factory=Counter)
+
+
+@dataclass
+class StripedContent:
+    """A protected, striped version with the tables that were fetched and proved so far. `own_tables` are those of shards by
+    their index."""
+
+    vid: Vid
+    version: Version
+    table: bytes
+    own_tables: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def geometry(self) -> Geometry:
+        version = self.version
+        return Geometry(version.size, version.cell_size, version.data_shards, version.parity_shards)
+
+
+def geometry_of(version: Version) -> Geometry:
+    """How the version's content is cut."""
+    return Geometry(version.size, version.cell_size, version.data_shards, version.parity_shards)
+
+
+class StripeReader:
+    """Reads stripes and copies from their holders. `codec_limiter` bounds the threads that decode."""
+
+    def __init__(self, members: Members, holders: ShardReaders, codec: Codec) -> None:
+        self.counters = ReadCounters()
+        self._members = members
+        self._holders = holders
+        self._codec = codec
+        self._codec_limiter = trio.CapacityLimiter(2)
+        self._late_until_seconds: dict[StoreId, float] = {}
+
+    async def content(self, vid: Vid, version: Version, table: bytes | None = None) -> StripedContent:
+        """The version with its content's table, fetched from any holder unless a proved one is given.
+
+        Raises `ContentUnreachable` or `ContentDamaged`.
+        """
+        if table is not None:
+            return StripedContent(vid, version, table)
+        complaints: list[tuple[StoreId, Exception]] = []
+        for index in self._order(version, range(len(version.shards))):
+            store = version.shards[index].store
+            try:
+                with trio.fail_after(LATE_SECONDS * 4 if index + 1 < len(version.shards) else 30):
+                    footer = await self._holders.footer(store, vid, index)
+                table = self._proved_content_table(vid, version, footer)
+            except (ReplicationError, trio.TooSlowError) as error:
+                self._note(store, error)
+                complaints.append((store, error))
+                continue
+            content = StripedContent(vid, version, table)
+            if shard_root_of(content, index, footer.cell_hashes) == version.shards[index].root:
+                content.own_tables[index] = footer.cell_hashes
+            return content
+        raise self.unavailable(complaints, f"none of {len(version.shards)} shards can be opened")
+
+    async def read_stripe(self, content: StripedContent, stripe: int, buffer: memoryview) -> memoryview:
+        """Read the stripe's content, checked, into the buffer and return that part of it.
+
+        `buffer` has room for k+m cells; it is the caller's. Raises `ContentUnreachable` or `ContentDamaged`.
+        """
+        geometry = content.geometry
+        k = geometry.data_shards
+        code_length = geometry.code_length(stripe)
+        right = await self._gather(content, geometry, stripe, buffer)
+        lacking = [index for index in range(k) if geometry.cell_length(stripe, index) and index not in right]
+        if lacking:
+            await self._decode(content, geometry, stripe, buffer, code_length, right, lacking)
+        return buffer[: geometry.stripe_length(stripe)]
+
+    async def read_copy(self, vid: Vid, version: Version) -> bytes:
+        """The content of a version kept as whole copies, checked. Raises `ContentUnreachable` or `ContentDamaged`."""
+        complaints: list[tuple[StoreId, Exception]] = []
+        order = self._order(version, range(len(version.shards)))
+        for index in order:
+            store = version.shards[index].store
+            try:
+                with trio.fail_after(LATE_SECONDS * 4 if index != order[-1] else 30):
+                    data = await self._holders.read_copy(store, vid)
+                if not self.is_content(vid, version, data):
+                    raise ShardDamaged("the copy is not what the catalog says")
+            except (ReplicationError, trio.TooSlowError) as error:
+                self._note(store, error)
+                complaints.append((store, error))
+                continue
+            self.counters.cells_read += 1
+            return data
+        raise self.unavailable(complaints, f"none of {len(version.shards)} copies can be read")
+
+    @staticmethod
+    def is_content(vid: Vid, version: Version, data: bytes) -> bool:
+        """Whether these bytes are the whole content of a version kept as copies."""
+        return len(data) == version.size and content_root(vid, version.size, version.cell_size, cell_hash(data)) == version.root
+
+    async def own_table(self, content: StripedContent, index: int) -> bytes:
+        """The proved table of shard `index`. Raises `ReplicationError` as its holder does, or `ShardDamaged`."""
+        table = content.own_tables.get(index)
+        if table is None:
+            shard = content.version.shards[index]
+            table = (await self._holders.footer(shard.store, content.vid, index)).cell_hashes
+            if shard_root_of(content, index, table) != shard.root:
+                raise ShardDamaged(f"shard {index} is not the one that was acknowledged")
+            content.own_tables[index] = table
+        return table
+
+    def unavailable(self, complaints: Sequence[tuple[StoreId, Exception]], what: str) -> NotEnoughShards:
+        """The error for what could not be read, with the nodes that were asked and what they said."""
+        parts = []
+        away = False
+        for store, error in complaints:
+            member = self._members.member(store)
+            name = member.node if member else store.hex()[:8]
+            away = away or isinstance(error, PeerUnreachable | trio.TooSlowError) or not member
+            parts.append(f"{name}: {'no answer in time' if isinstance(error, trio.TooSlowError) else error}")
+        kind = ContentUnreachable if away else ContentDamaged
+        return kind(f"{what} ({'; '.join(parts)})" if parts else what)
+
+    # ---- the cells of one stripe
+
+    async def _gather(
+        self, content: StripedContent, geometry: Geometry, stripe: int, buffer: memoryview
+    ) -> dict[int, memoryview]:
+        """Cells that are right, at their places in the buffer: all data cells there are, or any other set that is enough."""
+        k = geometry.data_shards
+        real = [index for index in range(geometry.shard_count) if index >= k or geometry.cell_length(stripe, index)]
+        needed = sum(1 for index in real if index < k)
+        waiting = self._order(content.version, real)
+        right: dict[int, memoryview] = {}
+        complaints: list[tuple[StoreId, Exception]] = []
+        asked: set[int] = set()
+        send, receive = trio.open_memory_channel[tuple[int, Exception | None]](len(real))
+
+        async def read(index: int) -> None:
+            error: Exception | None = None
+            cell = buffer[index * geometry.cell_size :][: geometry.cell_length(stripe, index)]
+            try:
+                await self._read_right_cell(content, index, stripe, cell)
+            except ReplicationError as failure:
+                error = failure
+            else:
+                right[index] = cell
+            send.send_nowait((index, error))
+
+        async with trio.open_nursery() as nursery:
+
+            def ask_one_more() -> None:
+                if waiting:
+                    index = waiting.pop(0)
+                    asked.add(index)
+                    nursery.start_soon(read, index)
+
+            for _ in range(needed):
+                ask_one_more()
+            while len(right) < needed and asked:
+                with trio.move_on_after(LATE_SECONDS if waiting else math.inf) as late:
+                    index, error = await receive.receive()
+                    asked.discard(index)
+                if late.cancelled_caught:
+                    for slow in asked:
+                        self._late_until_seconds[content.version.shards[slow].store] = trio.current_time() + SLOW_SECONDS
+                    for _ in range(needed - len(right)):
+                        ask_one_more()
+                elif error is not None:
+                    store = content.version.shards[index].store
+                    self._note(store, error)
+                    complaints.append((store, error))
+                    ask_one_more()
+            nursery.cancel_scope.cancel()
+        if len(right) < needed:
+            raise self.unavailable(complaints, f"stripe {stripe} has {len(right)} of the {needed} cells it needs")
+        return right
+
+    async def _read_right_cell(self, content: StripedContent, index: int, stripe: int, cell: memoryview) -> None:
+        """Raises `ShardDamaged` for a cell that fails its hash, and `ReplicationError` as its holder does."""
+        shard = content.version.shards[index]
+        k = content.version.data_shards
+        table = content.table if index < k else await self.own_table(content, index)
+        number = stripe * k + index if index < k else stripe
+        count = await self._holders.read_cell(shard.store, content.vid, index, stripe, cell)
+        if count != len(cell) or cell_hash(cell) != table[number * HASH_SIZE : (number + 1) * HASH_SIZE]:
+            raise ShardDamaged(f"cell {stripe} of shard {index} fails its hash")
+        self.counters.cells_read += 1
+
+    async def _decode(
+        self,
+        content: StripedContent,
+        geometry: Geometry,
+        stripe: int,
+        buffer: memoryview,
+        code_length: int,
+        right: dict[int, memoryview],
+        lacking: list[int],
+    ) -> None:
+        """Fill the lacking data cells from the right ones. Raises `ContentDamaged` if the result fails its hash."""
+        k, m = geometry.data_shards, geometry.parity_shards
+        data = stripe_cells(geometry, stripe, buffer)  # pads short cells, and zeros those beyond the content
+        given: dict[int, memoryview] = {}
+        for index in range(geometry.shard_count):
+            beyond = index < k and not geometry.cell_length(stripe, index)
+            if len(given) < k and (index in right or beyond):
+                given[index] = data[index] if index < k else right[index]
+        wanted = {index: data[index] for index in lacking}
+        await trio.to_thread.run_sync(self._codec.reconstruct, given, wanted, k, m, limiter=self._codec_limiter)
+        for index in lacking:
+            number = stripe * k + index
+            cell = data[index][: geometry.cell_length(stripe, index)]
+            if cell_hash(cell) != content.table[number * HASH_SIZE : (number + 1) * HASH_SIZE]:
+                raise ContentDamaged(f"data cell {index} of stripe {stripe}, decoded from right cells, fails its hash")
+        assert code_length == len(data[0])
+        self.counters.cells_decoded += len(lacking)
+
+    def _order(self, version: Version, indices: Sequence[int]) -> list[int]:
+        """The order to ask in: known-dead holders last, late ones before them; then data before parity, own store first."""
+        now = trio.current_time()
+
+        def rank(index: int) -> tuple[int, bool, bool, int]:
+            store = version.shards[index].store
+            if self._members.is_known_dead(store) or self._members.member(store) is None:
+                trouble = 2
+            else:
+                trouble = int(self._late_until_seconds.get(store, 0.0) > now)
+            return trouble, index >= version.data_shards, store != self._members.own_store, index
+
+        return sorted(indices, key=rank)
+
+    def _note(self, store: StoreId, error: Exception) -> None:
+        if isinstance(error, ShardDamaged):
+            self.counters.damaged_by_store[store] += 1
+            logger.warning("shard-damaged store=%s error=%s", store.hex(), error)
+            return
+        self.counters.failed_by_store[store] += 1
+        if isinstance(error, trio.TooSlowError):
+            self._late_until_seconds[store] = trio.current_time() + SLOW_SECONDS
+        elif isinstance(error, PeerUnreachable):
+            self._members.note_failure(store, error)
+
+    @staticmethod
+    def _proved_content_table(vid: Vid, version: Version, footer: ShardFooter) -> bytes:
+        header = footer.header
+        if (header.size, header.cell_size) != (version.size, version.cell_size) or footer.content_root != version.root:
+            raise ShardDamaged("the shard's footer is not of the content the catalog names")
+        return footer.content_hashes
+
+
+def shard_root_of(content: StripedContent, index: int, table: bytes) -> bytes:
+    """The root a shard with this table of cells has."""
+    version = content.version
+    return shard_root(content.vid, index, version.data_shards, version.parity_shards, version.cell_size, version.size, table)
