@@ -35,7 +35,7 @@ from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
-from ckptfs.fs.process_start import die_with_parent, raise_descriptor_limit, start_log, write_pid_file
+from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.settle import Settler
@@ -237,9 +237,10 @@ def main() -> None:
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()
-    process = MountProcess(config, int(device), int(incarnation))
-    write_pid_file(config.store / "run", "mount")
-    trio.run(process.run)
+    with death_logged("mount"):
+        process = MountProcess(config, int(device), int(incarnation))
+        write_pid_file(config.store / "run", "mount")
+        trio.run(process.run)
 
 
 if __name__ == "__main__":

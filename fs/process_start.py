@@ -7,6 +7,7 @@ import logging.handlers
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -25,6 +26,16 @@ def start_log(directory: Path, role: str) -> None:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def death_logged(role: str) -> Iterator[None]:
+    """What ends the process unexpectedly goes into its log, not only to a terminal that nobody watches."""
+    try:
+        yield
+    except Exception:
+        logging.getLogger(role).critical("process_died", exc_info=True)
+        raise SystemExit(1) from None
 
 
 def raise_descriptor_limit() -> int:

@@ -95,6 +95,8 @@ class Settler:
         asked: list[SealCandidate] = []
         for file in files:
             self._due.pop(file.ino, None)
+            if self._open_files.get(file.ino) is not file:
+                continue  # removed meanwhile
             if file.writers or file.state is not FileState.OPEN or file.orphan is not None or file.sync_failed:
                 continue
             assert file.segment is not None
