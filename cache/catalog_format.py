@@ -20,7 +20,7 @@ records and raises `DamagedData`.
 
 import enum
 import stat
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -33,6 +33,11 @@ TARGET_SIZE_MAX = 4095
 NO_SEGMENT = SegmentId(bytes(ID_SIZE))
 """The segment of a protected version that has none any more: a later version carried its backing file on, in place. Its bytes
 exist only as shards. No segment is ever created under this id."""
+
+
+_ID = msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)
+_NOT_NEGATIVE = msgspec.Meta(ge=0)
+_POSITIVE = msgspec.Meta(ge=1)
 
 
 class VersionState(enum.IntEnum):
@@ -68,9 +73,9 @@ class DirectoryEntry(msgspec.Struct, array_like=True, frozen=True):
     one directory change in one transaction, the second has 1."""
 
     format: int
-    ino: InodeNumber
-    kind: int
-    tie: int = 0
+    ino: Annotated[InodeNumber, _POSITIVE]
+    kind: Annotated[int, _NOT_NEGATIVE]
+    tie: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
 
 class DirectoryTimes(msgspec.Struct, array_like=True, frozen=True):
@@ -84,7 +89,7 @@ class DirectoryTimes(msgspec.Struct, array_like=True, frozen=True):
 class Writer(msgspec.Struct, array_like=True, frozen=True):
     """The home that accepts writes of an inode now: the store, and the incarnation of its session."""
 
-    store: StoreId
+    store: Annotated[StoreId, _ID]
     incarnation: int
 
 
@@ -100,28 +105,28 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     """
 
     format: int
-    mode: int
-    uid: int
-    gid: int
+    mode: Annotated[int, _POSITIVE]
+    uid: Annotated[int, _NOT_NEGATIVE]
+    gid: Annotated[int, _NOT_NEGATIVE]
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    nlink: int = 1
-    size: int = 0
-    rdev: int = 0
+    nlink: Annotated[int, _NOT_NEGATIVE] = 1
+    size: Annotated[int, _NOT_NEGATIVE] = 0
+    rdev: Annotated[int, _NOT_NEGATIVE] = 0
     target: bytes = b""
     xattrs: dict[bytes, bytes] = {}
-    parent: InodeNumber | None = None
+    parent: Annotated[InodeNumber, _POSITIVE] | None = None
     policy: str = ""
     epoch: int = 1
     writer: Writer | None = None
-    cur: Vid | None = None
-    prot: Vid | None = None
-    prev: Vid | None = None
-    rolled_back_from: Vid | None = None
+    cur: Annotated[Vid, _ID] | None = None
+    prot: Annotated[Vid, _ID] | None = None
+    prev: Annotated[Vid, _ID] | None = None
+    rolled_back_from: Annotated[Vid, _ID] | None = None
     lost: bool = False
-    open: Vid | None = None
-    prev_local: Vid | None = None
+    open: Annotated[Vid, _ID] | None = None
+    prev_local: Annotated[Vid, _ID] | None = None
 
     @property
     def is_directory(self) -> bool:
@@ -135,8 +140,8 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
 class Shard(msgspec.Struct, array_like=True, frozen=True):
     """The holder of one shard and the root it acknowledged (16 bytes)."""
 
-    store: StoreId
-    root: bytes
+    store: Annotated[StoreId, _ID]
+    root: Annotated[bytes, _ID]
 
 
 class Version(msgspec.Struct, array_like=True, frozen=True):
@@ -145,17 +150,17 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
     `shards[i]`. `dead_at_ns` is wall time, for a grace only; the revision of a death is the `mod_revision` of the key."""
 
     format: int
-    ino: InodeNumber
+    ino: Annotated[InodeNumber, _POSITIVE]
     state: VersionState
-    home: StoreId
-    segment: SegmentId
+    home: Annotated[StoreId, _ID]
+    segment: Annotated[SegmentId, _ID]
     durable: bool = False
-    size: int = 0
+    size: Annotated[int, _NOT_NEGATIVE] = 0
     root: bytes = b""
     layout: ShardLayout = ShardLayout.STRIPED
-    data_shards: int = 0
-    parity_shards: int = 0
-    cell_size: int = 0
+    data_shards: Annotated[int, _NOT_NEGATIVE] = 0
+    parity_shards: Annotated[int, _NOT_NEGATIVE] = 0
+    cell_size: Annotated[int, _NOT_NEGATIVE] = 0
     shards: list[Shard] = []
     local_revision: int = 0
     dead_revision: int = 0
@@ -179,7 +184,7 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     """A node's session: its store and an incarnation, different each time the node starts."""
 
     format: int
-    store: StoreId
+    store: Annotated[StoreId, _ID]
     incarnation: int
 
 
@@ -187,10 +192,10 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
     """`c/settings`: what the whole cluster must agree on."""
 
     format: int
-    cluster: bytes
-    data_shards: int
-    parity_shards: int
-    cell_size: int
+    cluster: Annotated[bytes, _ID]
+    data_shards: Annotated[int, _POSITIVE]
+    parity_shards: Annotated[int, _NOT_NEGATIVE]
+    cell_size: Annotated[int, _POSITIVE]
 
 
 Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
@@ -210,7 +215,7 @@ def unpack(kind: type[Record], value: bytes) -> Record:
     """The record in these bytes. Raises `DamagedData` for anything but a whole, valid record of this format version."""
     try:
         record: Record = _decoders[kind].decode(value)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedData(f"catalog record {kind.__name__} can't be read: {error}") from None
     if record.format != FORMAT_VERSION:
         raise DamagedData(f"catalog record {kind.__name__} has format {record.format}, this program reads {FORMAT_VERSION}")
@@ -220,10 +225,6 @@ def unpack(kind: type[Record], value: bytes) -> Record:
 
 
 def _check_version(version: Version) -> None:
-    ids = [version.home, version.segment, *(shard.store for shard in version.shards)]
-    roots = [shard.root for shard in version.shards]
-    if any(len(identifier) != ID_SIZE for identifier in ids) or any(len(root) != ID_SIZE for root in roots):
-        raise DamagedData("catalog record Version holds an id or root that isn't 16 bytes")
     if version.state in (VersionState.LOCAL, VersionState.PROTECTED) and len(version.root) != ID_SIZE:
         raise DamagedData("catalog record Version is local or protected but has no content root")
     if version.state is VersionState.PROTECTED and version.size > 0:

@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 async def attempt_rename(kv: KeyValue, old: Place, new: Place, flags: RenameFlags, now_ns: int) -> Renamed:
     """One attempt. Raises `Conflict` when something changed meanwhile, else what `Namespace.rename` does."""
-    if flags & ~(RenameFlags.NOREPLACE | RenameFlags.EXCHANGE) or flags == RenameFlags.NOREPLACE | RenameFlags.EXCHANGE:
+    if int(flags) not in (0, RenameFlags.NOREPLACE, RenameFlags.EXCHANGE):
         raise InvalidMove(f"rename flags {int(flags):#x} are unknown or contradict each other")
     for place in (old, new):
         check_name(place.name)
