@@ -264,8 +264,8 @@ class Replicator:
                     raise
                 copied, wrong = [], {one.vid: error for one, _ in filled}
             commits += copied
-            for vid, error in wrong.items():
-                self._failed([vid], error)
+            for vid, problem in wrong.items():
+                self._failed([vid], problem)
         return commits
 
     async def _attempt(self, works: Sequence[WaitingVersion], run: Callable[[], Awaitable[list[ProtectedCommit]]]) -> None:

@@ -121,6 +121,8 @@ class StripedAttempt:
         replace: Callable[[int, Sequence[StoreId]], Awaitable[StoreId]],
         note_failure: Callable[[StoreId, Exception], None],
         still_wanted: Callable[[], Awaitable[None]],
+        *,
+        replace_after_seconds: float = REPLACE_AFTER_SECONDS,
     ) -> None:
         self._vid = vid
         self._root = root
@@ -132,6 +134,7 @@ class StripedAttempt:
         self._replace = replace
         self._note_failure = note_failure
         self._still_wanted = still_wanted
+        self._replace_after_seconds = replace_after_seconds
         stripe_bytes = stripe_buffer_size(geometry)
         self._buffers = [buffer[at : at + stripe_bytes] for at in range(0, len(buffer) - stripe_bytes + 1, stripe_bytes)]
         if not self._buffers:
@@ -193,7 +196,7 @@ class StripedAttempt:
     def _is_given_up(self, lane: _Lane) -> bool:
         if lane.error is None or lane.failing_since_seconds is None:
             return False
-        if trio.current_time() - lane.failing_since_seconds >= REPLACE_AFTER_SECONDS:
+        if trio.current_time() - lane.failing_since_seconds >= self._replace_after_seconds:
             return True
         return not lane.error.retryable if isinstance(lane.error, PeerRefused) else not lane.reached
 

@@ -1,0 +1,160 @@
+"""This node's own store as a holder like any other, without a socket: its files, through threads.
+
+Refusals are the same as a peer's (`PeerRefused`), so that who puts and reads shards has one set of errors to know.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import trio
+
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.replication.errors import (
+    PeerRefused,
+    RefusalReason,
+    ReplicationError,
+    ShardConflict,
+    ShardDamaged,
+    ShardNotFound,
+    StoreFailed,
+    StoreFull,
+    WriterRevoked,
+)
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_store import ShardStore, ShardWriter, VerifyResult
+from ckptfs.replication.small_copies import SmallCopies, SmallCopy
+
+Result = TypeVar("Result")
+
+_REASONS: dict[type[ReplicationError], RefusalReason] = {
+    ShardConflict: RefusalReason.CONFLICT,
+    ShardDamaged: RefusalReason.MISMATCH,
+    StoreFull: RefusalReason.FULL,
+    StoreFailed: RefusalReason.FAILED,
+    WriterRevoked: RefusalReason.BUSY,
+}
+"""What a peer's server would have answered to a put."""
+
+
+class SegmentPaths(Protocol):
+    """What is needed of `cache.segments.Segments`."""
+
+    def path_of(self, segment: SegmentId) -> str: ...
+
+
+class SegmentFacts(NamedTuple):
+    """A segment as it is now: bytes, nanoseconds, blocks of 512 bytes."""
+
+    size: int
+    mtime_ns: int
+    blocks: int
+
+
+class OwnSink:
+    """One shard on its way into the own store (a `striped_attempt.ShardSink`)."""
+
+    def __init__(self, store: "OwnStore", writer: ShardWriter, ino: InodeNumber, path_hint: bytes, revision: int) -> None:
+        self.resume_stripe = writer.resume_stripe
+        self._store = store
+        self._writer = writer
+        self._ino = ino
+        self._path_hint = path_hint
+        self._revision = revision
+
+    async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
+        await self._store.put(self._writer.write_cell, stripe, cell, digest)
+
+    async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
+        footer = ShardFooter(self._writer.header, own_table, content_table, self._ino, self._path_hint, self._revision)
+        return await self._store.put(self._writer.finish, footer)
+
+    async def aclose(self) -> None:
+        await self._store.put(self._writer.suspend)
+
+
+class OwnStore:
+    """The own store's shards, copies and segments. Threads are bounded by two limiters, one for writing, one for reading, so
+    that syncs never keep a reader waiting."""
+
+    def __init__(self, shards: ShardStore, copies: SmallCopies, segments: SegmentPaths) -> None:
+        self._shards = shards
+        self._copies = copies
+        self._segments = segments
+        self._write_limiter = trio.CapacityLimiter(4)
+        self._read_limiter = trio.CapacityLimiter(8)
+
+    def free_bytes(self) -> int:
+        """Bytes that shards may still take."""
+        return self._shards.free_bytes()
+
+    async def put(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call a writing function in a thread; its errors become `PeerRefused`."""
+        try:
+            return await trio.to_thread.run_sync(function, *arguments, limiter=self._write_limiter)
+        except (ShardConflict, ShardDamaged, StoreFull, StoreFailed, WriterRevoked) as error:
+            raise PeerRefused(_REASONS[type(error)], str(error)) from None
+
+    async def put_shard(self, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int) -> OwnSink:
+        return OwnSink(self, await self.put(self._shards.begin, header), ino, path_hint, revision)
+
+    async def put_copies(self, copies: Sequence[SmallCopy]) -> list[bytes]:
+        return await self.put(self._copies.put, copies)
+
+    async def read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        """Read one cell, unchecked. Raises `ShardNotFound`, `ShardDamaged`."""
+        return await self._read(self._read_cell, vid, index, stripe, buffer)
+
+    async def footer(self, vid: Vid, index: int) -> ShardFooter:
+        def read() -> ShardFooter:
+            with self._shards.open(vid, index) as reader:
+                return reader.footer
+
+        return await self._read(read)
+
+    async def read_copy(self, vid: Vid) -> bytes:
+        return (await self._read(self._copies.get, vid))[1]
+
+    async def verify_shard(self, vid: Vid, index: int) -> VerifyResult:
+        return await self._read(self._shards.verify, vid, index)
+
+    async def read_segment(self, segment: SegmentId, offset: int, length: int) -> bytes:
+        """Bytes of an own segment as they are now, short at its end. Raises `ShardNotFound`, `ShardDamaged`."""
+
+        def read() -> bytes:
+            descriptor = _open_segment(self._segments.path_of(segment))
+            try:
+                return os.pread(descriptor, length, offset)
+            except OSError as error:
+                raise ShardDamaged(f"the segment can't be read: {error.strerror}") from None
+            finally:
+                os.close(descriptor)
+
+        return await self._read(read)
+
+    async def segment_status(self, segment: SegmentId) -> SegmentFacts:
+        def read() -> SegmentFacts:
+            descriptor = _open_segment(self._segments.path_of(segment))
+            try:
+                status = os.fstat(descriptor)
+            finally:
+                os.close(descriptor)
+            return SegmentFacts(status.st_size, status.st_mtime_ns, status.st_blocks)
+
+        return await self._read(read)
+
+    async def _read(self, function: Callable[..., Result], *arguments: object) -> Result:
+        return await trio.to_thread.run_sync(function, *arguments, limiter=self._read_limiter)
+
+    def _read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        with self._shards.open(vid, index) as reader:
+            return reader.read_cell(stripe, buffer, check=False)
+
+
+def _open_segment(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise ShardNotFound("the home has no such segment any more") from None
+    except OSError as error:
+        raise ShardDamaged(f"the segment can't be opened: {error.strerror}") from None
