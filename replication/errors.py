@@ -88,3 +88,7 @@ class StoreFailed(ReplicationError):
 
 class NotEnoughShards(ReplicationError):
     """Fewer than k shards of a stripe can be read now. The bytes may come back when more holders do."""
+
+
+class AddressRefused(ReplicationError):
+    """An address this node must not use, or that is none. The operator changes the configuration."""

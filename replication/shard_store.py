@@ -13,8 +13,10 @@ goes on with are removed by age.
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,8 @@ from ckptfs.replication.errors import (
     WriterRevoked,
 )
 from ckptfs.replication.shard_format import HEADER_SIZE, TRAILER_SIZE, ShardFooter, ShardHeader
+
+logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 PARTIAL_AGE_SECONDS_MAX = 24 * 3600
@@ -256,7 +260,10 @@ class ShardStore:
                 del self._writers[key]
 
     def _stored(self, held: HeldShard) -> None:
-        self._index.add([held])
+        try:
+            self._index.add([held])
+        except sqlite3.Error as error:  # the file is the truth, and stands; `recover` will find it
+            logger.warning("shard-not-indexed vid=%s index=%d error=%s", held.vid.hex(), held.index, error)
 
     def _fail(self, error: OSError) -> StoreFailed:
         """A failed write or sync is final for the drive: the kernel may have dropped the pages, a second sync would lie."""

@@ -1,0 +1,537 @@
+"""The answering side: serves the shards, copies and segments of this node's store to its peers.
+
+Bounded: connections, memory for payloads over all of them, threads for the disk
+(those that read, write and sync apart, so that a sync never keeps a reader waiting), and how long anything may take. A peer
+that breaks the protocol loses its connection and is counted; it can't make this process use more memory, keep a thread,
+or touch a file other than those that ids name. Nothing a peer sends deletes anything.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import trio
+
+from ckptfs import __version__
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.replication import peer_messages, shard_format
+from ckptfs.replication.buffers import BufferBudget
+from ckptfs.replication.conversation import Conversation, PeerIdentity, State
+from ckptfs.replication.errors import (
+    PeerUnreachable,
+    ProtocolViolation,
+    RefusalReason,
+    ReplicationError,
+    ShardConflict,
+    ShardDamaged,
+    ShardNotFound,
+    StoreFailed,
+    StoreFull,
+    WriterRevoked,
+)
+from ckptfs.replication.frame_format import ForeignVersion
+from ckptfs.replication.frame_stream import FrameStream, Incoming
+from ckptfs.replication.peer_messages import (
+    FOOTER_PART_BYTES,
+    Cell,
+    CellsDone,
+    CellsGet,
+    CopiesDone,
+    CopiesPut,
+    Copy,
+    CopyGet,
+    FooterGet,
+    FooterPart,
+    Hello,
+    Ping,
+    PutBegin,
+    PutDone,
+    PutReady,
+    PutStop,
+    Refused,
+    SegmentAsk,
+    SegmentData,
+    SegmentGet,
+    SegmentIs,
+    Status,
+    Verified,
+    Verify,
+    Welcome,
+    Working,
+)
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_readers import ShardReaders
+from ckptfs.replication.shard_store import ShardStore, ShardWriter
+from ckptfs.replication.small_copies import SmallCopies, SmallCopy
+from ckptfs.replication.transport import Connection, Transport
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServerLimits:
+    """What peers may use. A connection that says nothing for `idle_seconds` is closed; so is the one silent longest, if
+    another wants in when `connections_max` are there. `working_seconds` is how often a slow answer shows a sign of life."""
+
+    connections_max: int = 128
+    payload_bytes_max: int = 48 << 20
+    disk_threads: int = 8
+    greeting_seconds: float = 10.0
+    idle_seconds: float = 300.0
+    buffer_wait_seconds: float = 15.0
+    working_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServerStatistics:
+    """Counters since the start, except `connections_current`. `violations` are connections dropped for breaking the
+    protocol, `turned_away` those that came when all were busy, `refusals` requests by reason."""
+
+    connections_current: int
+    connections: int
+    turned_away: int
+    violations: int
+    refusals: dict[str, int]
+    shards_stored: int
+    copies_stored: int
+    received_bytes: int
+    sent_bytes: int
+    peak_payload_bytes: int
+
+
+class SegmentReader(Protocol):
+    """Where this node's segments are: a path made from the id only."""
+
+    def path_of(self, segment: SegmentId) -> str: ...
+
+
+class Refusal(Exception):
+    """A request is answered with `Refused`; the connection lives on."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class _Served:
+    """One connection, as the server sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.stream = FrameStream(connection)
+        self.conversation = Conversation()
+        self.peer = "an unnamed peer"
+        self.cancel_scope = trio.CancelScope()
+        self.idle_since_seconds: float | None = None
+
+
+class PeerServer:
+    """Serves until it is cancelled; one `serve` at a time."""
+
+    def __init__(
+        self,
+        shard_store: ShardStore,
+        small_copies: SmallCopies,
+        segment_reader: SegmentReader,
+        identity: PeerIdentity,
+        transport: Transport,
+        limits: PeerServerLimits | None = None,
+    ) -> None:
+        self._shards = shard_store
+        self._readers = ShardReaders(shard_store)
+        self._copies = small_copies
+        self._segments = segment_reader
+        self._identity = identity
+        self._transport = transport
+        self._limits = limits or PeerServerLimits()
+        self._budget = BufferBudget(self._limits.payload_bytes_max)
+        self._read_limiter = trio.CapacityLimiter(self._limits.disk_threads)
+        self._write_limiter = trio.CapacityLimiter(self._limits.disk_threads)
+        self._sync_limiter = trio.CapacityLimiter(self._limits.disk_threads)
+        self._served: set[_Served] = set()
+        self._connections = self._turned_away = self._violations = 0
+        self._shards_stored = self._copies_stored = self._received_bytes = self._sent_bytes = 0
+        self._refusals: Counter[str] = Counter()
+
+    async def serve(self, address: str, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen there and serve; reports the address really used, as host:port, when connections are taken."""
+        listener = self._transport.listen(address)
+        try:
+            async with trio.open_nursery() as nursery:
+                task_status.started(listener.address)
+                while True:
+                    try:
+                        connection = await listener.accept()
+                    except OSError as error:  # out of descriptors or memory: those who wait are taken in later
+                        logger.error("peer-accept-failed error=%s", error.strerror)
+                        await trio.sleep(0.1)
+                        continue
+                    self._connections += 1
+                    served = _Served(connection)
+                    nursery.start_soon(self._turn_away if not self._make_room() else self._serve, served)
+        finally:
+            listener.close()
+            self._readers.close()
+
+    def statistics(self) -> PeerServerStatistics:
+        live = [served.stream for served in self._served]
+        return PeerServerStatistics(
+            connections_current=len(self._served),
+            connections=self._connections,
+            turned_away=self._turned_away,
+            violations=self._violations,
+            refusals=dict(self._refusals),
+            shards_stored=self._shards_stored,
+            copies_stored=self._copies_stored,
+            received_bytes=self._received_bytes + sum(stream.received_bytes for stream in live),
+            sent_bytes=self._sent_bytes + sum(stream.sent_bytes for stream in live),
+            peak_payload_bytes=self._budget.peak_bytes,
+        )
+
+    # ---- connections
+
+    def _make_room(self) -> bool:
+        if len(self._served) < self._limits.connections_max:
+            return True
+        idle = [served for served in self._served if served.idle_since_seconds is not None]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda served: served.idle_since_seconds or 0.0)
+        longest.cancel_scope.cancel()
+        self._served.discard(longest)
+        return True
+
+    async def _turn_away(self, served: _Served) -> None:
+        self._turned_away += 1
+        logger.warning("peer-turned-away connections=%d", len(self._served))
+        await self._part(served, RefusalReason.BUSY, "all connections are in use")
+
+    async def _serve(self, served: _Served) -> None:
+        self._served.add(served)
+        try:
+            with served.cancel_scope:
+                try:
+                    await self._converse(served)
+                except ProtocolViolation as error:
+                    self._violations += 1
+                    logger.warning("peer-violation peer=%r error=%s", served.peer, error)
+                    foreign = isinstance(error, ForeignVersion)
+                    await self._part(served, RefusalReason.VERSION if foreign else RefusalReason.INVALID, str(error))
+                except PeerUnreachable as error:
+                    logger.info("peer-gone peer=%r error=%s", served.peer, error)
+                except OSError as error:
+                    logger.error("peer-request-failed peer=%r error=%s", served.peer, error)
+        finally:
+            self._served.discard(served)
+            self._received_bytes += served.stream.received_bytes
+            self._sent_bytes += served.stream.sent_bytes
+            served.stream.connection.close()
+
+    async def _part(self, served: _Served, reason: RefusalReason, message: str) -> None:
+        """Say why the connection ends, so that the other side can say it too, and end it."""
+        try:
+            await served.stream.send(1, Refused(reason, peer_messages.shorten(message)))
+            await served.stream.connection.finish()
+        except PeerUnreachable:
+            pass
+        finally:
+            served.stream.connection.close()
+
+    async def _converse(self, served: _Served) -> None:
+        stream = served.stream
+        if not await self._greet(served):
+            return
+        while True:
+            served.idle_since_seconds = trio.current_time()
+            try:
+                incoming = await stream.receive(idle_seconds=self._limits.idle_seconds)
+            finally:
+                served.idle_since_seconds = None
+            if incoming is None:
+                return
+            if not served.conversation.receive(incoming.message, incoming.request):
+                continue
+            try:
+                await self._answer(served, incoming)
+            except Refusal as refusal:
+                self._refusals[refusal.reason.name.lower()] += 1
+                if served.conversation.state in (State.PUTTING, State.ENDING):
+                    served.conversation.answered(refused=True)
+                await stream.send(incoming.request, Refused(refusal.reason, peer_messages.shorten(refusal.message)))
+
+    async def _greet(self, served: _Served) -> bool:
+        incoming = await served.stream.receive(idle_seconds=self._limits.greeting_seconds)
+        if incoming is None:
+            return False
+        served.conversation.receive(incoming.message, incoming.request)
+        hello = incoming.message
+        assert isinstance(hello, Hello)
+        served.peer = hello.node
+        mine = self._identity
+        version = min(hello.version_max, peer_messages.PROTOCOL_VERSION_MAX)
+        if version < max(hello.version_min, peer_messages.PROTOCOL_VERSION_MIN):
+            reason, message = RefusalReason.VERSION, (
+                f"{hello.node} ({hello.program}) speaks protocol {hello.version_min} to {hello.version_max}, "
+                f"{mine.node} (ckptfs {__version__}) {peer_messages.PROTOCOL_VERSION_MIN} to "
+                f"{peer_messages.PROTOCOL_VERSION_MAX}: upgrade the older one"
+            )  # fmt: skip
+        elif hello.cluster != mine.cluster:
+            reason, message = RefusalReason.WRONG_PEER, f"{mine.node} belongs to another cluster than {hello.node}"
+        else:
+            welcome = Welcome(version, f"ckptfs {__version__}", mine.cluster, mine.store, mine.node)
+            await served.stream.send(incoming.request, welcome)
+            return True
+        self._refusals[reason.name.lower()] += 1
+        logger.warning("peer-refused peer=%r reason=%s message=%s", hello.node, reason.name.lower(), message)
+        await self._part(served, reason, message)
+        return False
+
+    # ---- requests
+
+    async def _answer(self, served: _Served, incoming: Incoming) -> None:
+        stream, request, message = served.stream, incoming.request, incoming.message
+        match message:
+            case PutBegin():
+                await self._put(served, request, message)
+            case FooterGet():
+                await self._send_footer(served, request, message)
+            case CellsGet():
+                await self._send_cells(served, request, message)
+            case CopiesPut():
+                await self._put_copies(served, incoming, message)
+            case CopyGet():
+                held, content = await self._read(self._copies.get, Vid(message.vid))
+                await stream.send(request, Copy(held.root), content)
+            case SegmentGet():
+                await self._send_segment(served, request, message)
+            case SegmentAsk():
+                await stream.send(request, await self._read(self._stat_segment, message))
+            case Verify():
+                verify = partial(self._read, self._shards.verify, Vid(message.vid), message.index)
+                result = await self._slowly(served, request, verify)
+                await stream.send(request, Verified(result.ok, list(result.bad_stripes), peer_messages.shorten(result.message)))
+            case Ping():
+                free = await self._read(self._shards.free_bytes)
+                status = Status(self._identity.node, self._identity.store, free, f"ckptfs {__version__}")
+                await stream.send(request, status)
+            case _:
+                raise AssertionError(f"no answer for {type(message).__name__}")
+
+    async def _put(self, served: _Served, request: int, message: PutBegin) -> None:
+        try:
+            header = ShardHeader(
+                Vid(message.vid), message.index, message.data_shards, message.parity_shards, message.cell_size, message.size
+            )
+        except ValueError as error:
+            raise Refusal(RefusalReason.INVALID, str(error)) from None
+        # The longest cell of this shard, not of any: most shards of small files are far shorter than a cell may be.
+        size = max(1, header.cell_length(0))
+        async with _Taken(self._budget, size, self._limits.buffer_wait_seconds) as buffer:
+            begin = partial(self._write, self._shards.begin, header, limiter=self._sync_limiter)
+            writer = await self._slowly(served, request, begin)
+            try:
+                await served.stream.send(request, PutReady(writer.resume_stripe))
+                await self._receive_cells(served, writer, buffer)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(writer.suspend, limiter=self._sync_limiter)
+
+    async def _receive_cells(self, served: _Served, writer: ShardWriter, buffer: memoryview) -> None:
+        """Take in cells and footer of the put under way, up to its end."""
+        stream, conversation = served.stream, served.conversation
+        end = bytearray()
+        while True:
+            incoming = await stream.receive()
+            if incoming is None:
+                raise PeerUnreachable("the peer closed the connection in the middle of a shard")
+            conversation.receive(incoming.message, incoming.request)
+            message = incoming.message
+            if isinstance(message, PutStop):
+                return
+            if isinstance(message, Cell):
+                cell = await stream.receive_payload(incoming, buffer, check=False)
+                digest = incoming.prelude.payload_hash
+                await self._write(writer.write_cell, message.stripe, cell, digest, limiter=self._write_limiter)
+                continue
+            assert isinstance(message, FooterPart)
+            if await self._take_footer_part(stream, incoming, message, writer.header, end):
+                break
+        try:
+            footer = shard_format.unpack_footer(writer.header, end)
+        except ShardDamaged as error:
+            raise Refusal(RefusalReason.INVALID, str(error)) from None
+        finish = partial(self._write, writer.finish, footer, limiter=self._sync_limiter)
+        root = await self._slowly(served, incoming.request, finish)
+        self._shards_stored += 1
+        conversation.answered(refused=False)
+        await stream.send(incoming.request, PutDone(root))
+
+    async def _take_footer_part(
+        self, stream: FrameStream, incoming: Incoming, part: FooterPart, header: ShardHeader, end: bytearray
+    ) -> bool:
+        """Append the part; whether it was the last one."""
+        longest = header.footer_length(shard_format.PATH_HINT_SIZE_MAX) + shard_format.TRAILER_SIZE
+        length = incoming.payload_length
+        if part.total > longest or part.offset != len(end) or not length or part.offset + length > part.total:
+            raise ProtocolViolation(f"a footer part of {length} bytes at {part.offset} of {part.total}")
+        view = memoryview(bytearray(length))
+        end += await stream.receive_payload(incoming, view)
+        return len(end) == part.total
+
+    async def _send_footer(self, served: _Served, request: int, message: FooterGet) -> None:
+        header, footer = await self._read(self._read_footer, Vid(message.vid), message.index)
+        for at in range(0, len(footer), FOOTER_PART_BYTES):
+            part = FooterPart(at, len(footer), b"" if at else header)
+            await served.stream.send(request, part, memoryview(footer)[at : at + FOOTER_PART_BYTES])
+
+    def _read_footer(self, vid: Vid, index: int) -> tuple[bytes, bytes]:
+        with self._readers.borrow(vid, index) as reader:
+            return shard_format.pack_header(reader.header), reader.footer_bytes
+
+    async def _send_cells(self, served: _Served, request: int, message: CellsGet) -> None:
+        """Cells go out as they are, with the hash they should have: who asked compares."""
+        vid, index = Vid(message.vid), message.index
+        header, footer = await self._read(self._open_shard, vid, index)
+        last = min(message.first_stripe + message.count, header.cell_count)
+        async with _Taken(self._budget, max(1, header.cell_length(0)), self._limits.buffer_wait_seconds) as buffer:
+            for stripe in range(message.first_stripe, last):
+                length = await self._read(self._read_cell, vid, index, stripe, buffer)
+                await served.stream.send(request, Cell(stripe), buffer[:length], footer.cell_hash(stripe))
+        await served.stream.send(request, CellsDone())
+
+    def _open_shard(self, vid: Vid, index: int) -> tuple[ShardHeader, ShardFooter]:
+        with self._readers.borrow(vid, index) as reader:
+            return reader.header, reader.footer
+
+    def _read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        with self._readers.borrow(vid, index) as reader:
+            return reader.read_cell(stripe, buffer, check=False)
+
+    async def _put_copies(self, served: _Served, incoming: Incoming, message: CopiesPut) -> None:
+        total = sum(copy.size for copy in message.copies)
+        if total != incoming.payload_length:
+            raise ProtocolViolation(f"copies of {total} bytes in a payload of {incoming.payload_length}")
+        copies: list[SmallCopy] = []
+        async with _Taken(self._budget, total, self._limits.buffer_wait_seconds) as buffer:
+            content = await served.stream.receive_payload(incoming, buffer)
+            for copy in message.copies:
+                vid, own, content = Vid(copy.vid), content[: copy.size], content[copy.size :]
+                copies.append(SmallCopy(vid, InodeNumber(copy.ino), copy.size, copy.path_hint, copy.revision, own))
+            put = partial(self._write, self._copies.put, copies, limiter=self._sync_limiter)
+            roots = await self._slowly(served, incoming.request, put)
+        self._copies_stored += len(copies)
+        await served.stream.send(incoming.request, CopiesDone(roots))
+
+    async def _send_segment(self, served: _Served, request: int, message: SegmentGet) -> None:
+        async with _Taken(self._budget, message.length, self._limits.buffer_wait_seconds) as buffer:
+            count = await self._read(self._read_segment, message, buffer)
+            await served.stream.send(request, SegmentData(), buffer[:count])
+
+    def _read_segment(self, message: SegmentGet, buffer: memoryview) -> int:
+        descriptor = self._open_segment(message.segment)
+        try:
+            count = 0
+            while count < len(buffer):
+                more = os.preadv(descriptor, [buffer[count:]], message.offset + count)
+                if not more:
+                    break
+                count += more
+            return count
+        except OSError as error:
+            raise ShardDamaged(f"the segment can't be read: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+
+    def _stat_segment(self, message: SegmentAsk) -> SegmentIs:
+        descriptor = self._open_segment(message.segment)
+        try:
+            status = os.fstat(descriptor)
+            return SegmentIs(status.st_size, status.st_mtime_ns, status.st_blocks)
+        finally:
+            os.close(descriptor)
+
+    def _open_segment(self, segment: bytes) -> int:
+        try:
+            return os.open(self._segments.path_of(SegmentId(segment)), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise ShardNotFound(f"no segment {segment.hex()} in this store") from None
+        except OSError as error:
+            raise ShardDamaged(f"the segment can't be opened: {error.strerror}") from None
+
+    # ---- threads
+
+    async def _read(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call a reading function in a thread. What the store says no to becomes a `Refusal`."""
+        try:
+            return await trio.to_thread.run_sync(function, *arguments, limiter=self._read_limiter)
+        except ReplicationError as error:
+            raise _refusal_for(error, putting=False) from None
+
+    async def _write(self, function: Callable[..., Result], *arguments: object, limiter: trio.CapacityLimiter) -> Result:
+        """Call a writing function in a thread. What the store says no to becomes a `Refusal`."""
+        try:
+            return await trio.to_thread.run_sync(function, *arguments, limiter=limiter)
+        except ReplicationError as error:
+            raise _refusal_for(error, putting=True) from None
+        except ValueError as error:
+            raise Refusal(RefusalReason.INVALID, str(error)) from None
+
+    async def _slowly(self, served: _Served, request: int, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Await the call, with signs of life for the peer while it lasts."""
+        failure: Exception | None = None
+        results: list[Result] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._show_life, served.stream, request)
+            try:
+                results.append(await call())
+            except Exception as error:
+                failure = error  # raised below, where the nursery can't wrap it
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return results[0]
+
+    async def _show_life(self, stream: FrameStream, request: int) -> None:
+        while True:
+            await trio.sleep(self._limits.working_seconds)
+            try:
+                with trio.CancelScope(shield=True):  # half a frame would spoil the connection
+                    await stream.send(request, Working())
+            except PeerUnreachable:
+                return  # the answer will find out
+
+
+class _Taken:
+    """A buffer of the budget, or a refusal if there is none in time."""
+
+    def __init__(self, budget: BufferBudget, size: int, seconds: float) -> None:
+        self._entered = budget.take(size)
+        self._fits = size <= budget.total_bytes
+        self._seconds = seconds
+
+    async def __aenter__(self) -> memoryview:
+        if self._fits:
+            with trio.move_on_after(self._seconds):
+                return await self._entered.__aenter__()
+        raise Refusal(RefusalReason.BUSY, "the memory for payloads is in use")
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._entered.__aexit__(None, None, None)
+
+
+def _refusal_for(error: ReplicationError, *, putting: bool) -> Refusal:
+    reasons: dict[type[ReplicationError], RefusalReason] = {
+        StoreFull: RefusalReason.FULL,
+        StoreFailed: RefusalReason.FAILED,
+        ShardNotFound: RefusalReason.NOT_FOUND,
+        ShardConflict: RefusalReason.CONFLICT,
+        WriterRevoked: RefusalReason.BUSY,
+        ShardDamaged: RefusalReason.MISMATCH if putting else RefusalReason.DAMAGED,
+    }
+    return Refusal(reasons.get(type(error), RefusalReason.INVALID), str(error))
