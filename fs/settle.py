@@ -5,12 +5,14 @@ if nothing can write to it any more. A writable mapping that outlives close keep
 less often. A seal that fails for the disk is loud and final for the segment: no later sync may claim success.
 """
 
+import heapq
 import logging
 from collections.abc import Awaitable, Callable
 
 import trio
 
 from ckptfs.cache.errors import CacheError
+from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.seal import SealCandidate, Sealed, Sealer, SealFailed
 from ckptfs.cache.versions import LocalCommit, Versions
@@ -44,8 +46,9 @@ class Settler:
         self._reclaimer = reclaimer
         self._settle_seconds = settle_seconds
         self._on_local = on_local
-        self._due: dict[int, FileInUse] = {}
-        self._delays: dict[int, float] = {}
+        self._due: dict[InodeNumber, FileInUse] = {}
+        self._order: list[tuple[float, InodeNumber]] = []
+        self._delays: dict[InodeNumber, float] = {}
         self._hurry = False
         self._wake = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
@@ -67,13 +70,13 @@ class Settler:
 
     def _schedule(self, file: FileInUse, delay_seconds: float) -> None:
         file.settle_at = trio.current_time() + delay_seconds
-        self._due.pop(file.ino, None)
         self._due[file.ino] = file
+        heapq.heappush(self._order, (file.settle_at, file.ino))
         self._wake.set()
 
     async def run(self) -> None:
         while True:
-            wait_seconds = min((file.settle_at for file in self._due.values()), default=float("inf")) - trio.current_time()
+            wait_seconds = self._order[0][0] - trio.current_time() if self._order else float("inf")
             if wait_seconds > 0 and not (self._hurry and self._due):
                 self._hurry = False
                 self._wake = trio.Event()
@@ -86,7 +89,12 @@ class Settler:
     async def settle_due(self, *, everything: bool) -> None:
         """Seal and commit what is due, or everything that is closed."""
         now = trio.current_time()
-        due = [file for file in self._due.values() if everything or file.settle_at <= now]
+        due = []
+        while self._order and (everything or self._order[0][0] <= now):
+            settle_at, ino = heapq.heappop(self._order)
+            file = self._due.get(ino)
+            if file is not None and (everything or file.settle_at == settle_at):  # else it was closed again since
+                due.append(self._due.pop(ino))
         for start in range(0, len(due), BATCH_COUNT):
             await self._settle(due[start : start + BATCH_COUNT])
 
@@ -94,7 +102,6 @@ class Settler:
         file_of: dict[bytes, FileInUse] = {}
         asked: list[SealCandidate] = []
         for file in files:
-            self._due.pop(file.ino, None)
             if self._open_files.get(file.ino) is not file:
                 continue  # removed meanwhile
             if file.writers or file.state is not FileState.OPEN or file.orphan is not None or file.sync_failed:
