@@ -40,12 +40,8 @@ class FrameStream:
         self, request: int, message: Message, payload: Buffer | None = None, payload_hash: bytes | None = None
     ) -> None:
         """Send one frame. `payload_hash` is computed unless it is known. Keeps no buffer."""
-        type_, header = peer_messages.encode(message)
-        head = frame_format.pack_head(type_, request, header, payload, payload_hash)
-        if payload is not None and not len(payload):
-            payload = None
+        head, payload = self._pack(request, message, payload, payload_hash)
         await self.connection.send(head, payload)
-        self.sent_bytes += len(head) + (0 if payload is None else len(payload))
 
     async def receive(self, *, idle_seconds: float | None = None) -> Incoming | None:
         """The next message, or None if the peer closed between two frames. `idle_seconds` is how long it may
@@ -56,23 +52,65 @@ class FrameStream:
         prelude = frame_format.unpack_prelude(self._prelude)
         header = memoryview(bytearray(prelude.header_length))
         await self._fill(header)
+        return self._unpack(prelude, header)
+
+    async def receive_payload(self, incoming: Incoming, buffer: memoryview, *, check: bool = True) -> memoryview:
+        """The payload, in the front of `buffer`. Raises `ProtocolViolation` if it doesn't fit or, unless `check` is off,
+        fails its hash."""
+        view = self._place(incoming, buffer)
+        await self._fill(view)
+        if check:
+            frame_format.check_payload(incoming.prelude, view)
+        return view
+
+    # ---- the same from a thread of trio.to_thread, while no task uses this stream
+
+    def send_in_thread(self, request: int, message: Message, payload: Buffer, payload_hash: bytes) -> None:
+        head, _ = self._pack(request, message, payload, payload_hash)
+        self.connection.send_in_thread(head, payload)
+
+    def receive_in_thread(self) -> Incoming | None:
+        if self._untaken_bytes:
+            raise AssertionError("a payload was left untaken")
+        if not self.connection.receive_in_thread(self._prelude):
+            return None
+        prelude = frame_format.unpack_prelude(self._prelude)
+        header = memoryview(bytearray(prelude.header_length))
+        self._fill_in_thread(header)
+        return self._unpack(prelude, header)
+
+    def receive_payload_in_thread(self, incoming: Incoming, buffer: memoryview) -> memoryview:
+        """The payload, in the front of `buffer`, its hash not checked."""
+        view = self._place(incoming, buffer)
+        self._fill_in_thread(view)
+        return view
+
+    def _fill_in_thread(self, view: memoryview) -> None:
+        if len(view) and not self.connection.receive_in_thread(view):
+            raise PeerUnreachable("the peer closed the connection in the middle")
+
+    # ---- what both have in common
+
+    def _pack(
+        self, request: int, message: Message, payload: Buffer | None, payload_hash: bytes | None
+    ) -> tuple[bytes, Buffer | None]:
+        type_, header = peer_messages.encode(message)
+        head = frame_format.pack_head(type_, request, header, payload, payload_hash)
+        self.sent_bytes += len(head) + (0 if payload is None else len(payload))
+        return head, payload if payload is not None and len(payload) else None
+
+    def _unpack(self, prelude: Prelude, header: memoryview) -> Incoming:
         checked = frame_format.check_header(prelude, header)
         self.received_bytes += PRELUDE_SIZE + len(checked) + prelude.payload_length
         self._untaken_bytes = prelude.payload_length
         return Incoming(peer_messages.decode(prelude.type, checked, prelude.payload_length), prelude)
 
-    async def receive_payload(self, incoming: Incoming, buffer: memoryview, *, check: bool = True) -> memoryview:
-        """The payload, in the front of `buffer`. Raises `ProtocolViolation` if it doesn't fit or, unless `check` is off,
-        fails its hash."""
+    def _place(self, incoming: Incoming, buffer: memoryview) -> memoryview:
         length = incoming.payload_length
         if length > len(buffer):
             raise ProtocolViolation(f"a payload of {length} bytes where at most {len(buffer)} make sense")
-        view = buffer[:length]
         self._untaken_bytes = 0
-        await self._fill(view)
-        if check:
-            frame_format.check_payload(incoming.prelude, view)
-        return view
+        return buffer[:length]
 
     async def _drop_untaken(self) -> None:
         left, self._untaken_bytes = self._untaken_bytes, 0

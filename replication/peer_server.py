@@ -20,7 +20,8 @@ from ckptfs import __version__
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.replication import peer_messages, shard_format
 from ckptfs.replication.buffers import BufferBudget
-from ckptfs.replication.conversation import Conversation, PeerIdentity, State
+from ckptfs.replication.conversation import Conversation, State
+from ckptfs.replication.conversation import PeerIdentity as PeerIdentity
 from ckptfs.replication.errors import (
     PeerUnreachable,
     ProtocolViolation,
@@ -51,7 +52,6 @@ from ckptfs.replication.peer_messages import (
     PutBegin,
     PutDone,
     PutReady,
-    PutStop,
     Refused,
     SegmentAsk,
     SegmentData,
@@ -63,7 +63,7 @@ from ckptfs.replication.peer_messages import (
     Welcome,
     Working,
 )
-from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_format import ShardHeader
 from ckptfs.replication.shard_readers import ShardReaders
 from ckptfs.replication.shard_store import ShardStore, ShardWriter
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
@@ -73,15 +73,20 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_PASSED_ON = (PeerUnreachable, ProtocolViolation)
+"""What ends the connection instead of being answered."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerServerLimits:
     """What peers may use. A connection that says nothing for `idle_seconds` is closed; so is the one silent longest, if
-    another wants in when `connections_max` are there. `working_seconds` is how often a slow answer shows a sign of life."""
+    another wants in when `connections_max` are there. A put under way has a thread of its own, a request that reads one while
+    it lasts. `working_seconds` is how often a slow answer shows a sign of life."""
 
     connections_max: int = 128
     payload_bytes_max: int = 48 << 20
-    disk_threads: int = 8
+    puts_max: int = 32
+    disk_threads: int = 16
     greeting_seconds: float = 10.0
     idle_seconds: float = 300.0
     buffer_wait_seconds: float = 15.0
@@ -152,7 +157,7 @@ class PeerServer:
         self._limits = limits or PeerServerLimits()
         self._budget = BufferBudget(self._limits.payload_bytes_max)
         self._read_limiter = trio.CapacityLimiter(self._limits.disk_threads)
-        self._write_limiter = trio.CapacityLimiter(self._limits.disk_threads)
+        self._put_limiter = trio.CapacityLimiter(self._limits.puts_max)
         self._sync_limiter = trio.CapacityLimiter(self._limits.disk_threads)
         self._served: set[_Served] = set()
         self._connections = self._turned_away = self._violations = 0
@@ -339,29 +344,25 @@ class PeerServer:
                 await served.stream.send(request, PutReady(writer.resume_stripe))
                 await self._receive_cells(served, writer, buffer)
             finally:
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(writer.suspend, limiter=self._sync_limiter)
+                if not writer.ended:
+                    with trio.CancelScope(shield=True):
+                        await trio.to_thread.run_sync(writer.suspend, limiter=self._sync_limiter)
 
     async def _receive_cells(self, served: _Served, writer: ShardWriter, buffer: memoryview) -> None:
         """Take in cells and footer of the put under way, up to its end."""
         stream, conversation = served.stream, served.conversation
         end = bytearray()
-        while True:
-            incoming = await stream.receive()
-            if incoming is None:
-                raise PeerUnreachable("the peer closed the connection in the middle of a shard")
-            conversation.receive(incoming.message, incoming.request)
-            message = incoming.message
-            if isinstance(message, PutStop):
-                return
-            if isinstance(message, Cell):
-                cell = await stream.receive_payload(incoming, buffer, check=False)
-                digest = incoming.prelude.payload_hash
-                await self._write(writer.write_cell, message.stripe, cell, digest, limiter=self._write_limiter)
-                continue
-            assert isinstance(message, FooterPart)
-            if await self._take_footer_part(stream, incoming, message, writer.header, end):
+        incoming = await self._write(self._store_cells, served, writer, buffer, limiter=self._put_limiter)
+        while isinstance(incoming.message, FooterPart):
+            if await self._take_footer_part(stream, incoming, incoming.message, writer.header, end):
                 break
+            following = await stream.receive()
+            if following is None:
+                raise _cut_off()
+            incoming = following
+            conversation.receive(incoming.message, incoming.request)
+        else:
+            return  # PutStop
         try:
             footer = shard_format.unpack_footer(writer.header, end)
         except ShardDamaged as error:
@@ -371,6 +372,20 @@ class PeerServer:
         self._shards_stored += 1
         conversation.answered(refused=False)
         await stream.send(incoming.request, PutDone(root))
+
+    def _store_cells(self, served: _Served, writer: ShardWriter, buffer: memoryview) -> Incoming:
+        """Take in cells, from the socket to the file, until something else comes, which is returned. In a thread."""
+        stream, conversation = served.stream, served.conversation
+        while True:
+            incoming = stream.receive_in_thread()
+            if incoming is None:
+                raise _cut_off()
+            conversation.receive(incoming.message, incoming.request)
+            if not isinstance(incoming.message, Cell):
+                return incoming
+            cell = stream.receive_payload_in_thread(incoming, buffer)
+            writer.write_cell(incoming.message.stripe, cell, incoming.prelude.payload_hash)
+            trio.from_thread.check_cancelled()
 
     async def _take_footer_part(
         self, stream: FrameStream, incoming: Incoming, part: FooterPart, header: ShardHeader, end: bytearray
@@ -397,21 +412,24 @@ class PeerServer:
     async def _send_cells(self, served: _Served, request: int, message: CellsGet) -> None:
         """Cells go out as they are, with the hash they should have: who asked compares."""
         vid, index = Vid(message.vid), message.index
-        header, footer = await self._read(self._open_shard, vid, index)
-        last = min(message.first_stripe + message.count, header.cell_count)
+        header = self._readers.header_if_open(vid, index)
+        if header is None:
+            header = await self._read(self._header_of, vid, index)
         async with _Taken(self._budget, max(1, header.cell_length(0)), self._limits.buffer_wait_seconds) as buffer:
-            for stripe in range(message.first_stripe, last):
-                length = await self._read(self._read_cell, vid, index, stripe, buffer)
-                await served.stream.send(request, Cell(stripe), buffer[:length], footer.cell_hash(stripe))
+            await self._read(self._send_cells_in_thread, served, request, message, buffer)
         await served.stream.send(request, CellsDone())
 
-    def _open_shard(self, vid: Vid, index: int) -> tuple[ShardHeader, ShardFooter]:
+    def _header_of(self, vid: Vid, index: int) -> ShardHeader:
         with self._readers.borrow(vid, index) as reader:
-            return reader.header, reader.footer
+            return reader.header
 
-    def _read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
-        with self._readers.borrow(vid, index) as reader:
-            return reader.read_cell(stripe, buffer, check=False)
+    def _send_cells_in_thread(self, served: _Served, request: int, message: CellsGet, buffer: memoryview) -> None:
+        with self._readers.borrow(Vid(message.vid), message.index) as reader:
+            last = min(message.first_stripe + message.count, reader.header.cell_count)
+            for stripe in range(message.first_stripe, last):
+                length = reader.read_cell(stripe, buffer, check=False)
+                served.stream.send_in_thread(request, Cell(stripe), buffer[:length], reader.footer.cell_hash(stripe))
+                trio.from_thread.check_cancelled()
 
     async def _put_copies(self, served: _Served, incoming: Incoming, message: CopiesPut) -> None:
         total = sum(copy.size for copy in message.copies)
@@ -470,6 +488,8 @@ class PeerServer:
         """Call a reading function in a thread. What the store says no to becomes a `Refusal`."""
         try:
             return await trio.to_thread.run_sync(function, *arguments, limiter=self._read_limiter)
+        except _PASSED_ON:
+            raise
         except ReplicationError as error:
             raise _refusal_for(error, putting=False) from None
 
@@ -477,6 +497,8 @@ class PeerServer:
         """Call a writing function in a thread. What the store says no to becomes a `Refusal`."""
         try:
             return await trio.to_thread.run_sync(function, *arguments, limiter=limiter)
+        except _PASSED_ON:
+            raise
         except ReplicationError as error:
             raise _refusal_for(error, putting=True) from None
         except ValueError as error:
@@ -523,6 +545,10 @@ class _Taken:
 
     async def __aexit__(self, *_: object) -> None:
         await self._entered.__aexit__(None, None, None)
+
+
+def _cut_off() -> PeerUnreachable:
+    return PeerUnreachable("the peer closed the connection in the middle of a shard")
 
 
 def _refusal_for(error: ReplicationError, *, putting: bool) -> Refusal:

@@ -295,6 +295,11 @@ class ShardWriter:
         self._next_stripe = 0
         self._handed_over = HEADER_SIZE
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was finished, suspended, abandoned or revoked."""
+        return self._ended
+
     def write_cell(self, stripe: int, cell: Buffer, hash_: bytes) -> None:
         """Append the cell of that stripe, the next one. Does not keep the buffer. Cells of length 0 are not written.
 
