@@ -1,13 +1,14 @@
 """The identifiers, as distinct types so that one is never passed for another."""
 
 import os
+import time
 from typing import NewType
 
 Vid = NewType("Vid", bytes)
 """A version's name: 16 random bytes, never reused. Shown to people as 32 hex digits."""
 
 SegmentId = NewType("SegmentId", bytes)
-"""A backing file's name: 16 random bytes. A segment outlives a version when a file is rewritten in place."""
+"""A backing file's name: 16 bytes, the first 4 of them the time. It outlives a version when a file is rewritten in place."""
 
 StoreId = NewType("StoreId", bytes)
 """A store's name: 16 random bytes, made with the store directory; a wiped machine comes back as another store."""
@@ -20,6 +21,7 @@ InodeNumber = NewType("InodeNumber", int)
 
 ROOT_INODE = InodeNumber(1)
 ID_SIZE = 16
+SEGMENT_WINDOW_SECONDS = 16
 
 
 def new_vid() -> Vid:
@@ -28,8 +30,13 @@ def new_vid() -> Vid:
 
 
 def new_segment_id() -> SegmentId:
-    """A fresh random segment id."""
-    return SegmentId(os.urandom(ID_SIZE))
+    """A fresh segment id: the time in steps of 16 seconds (4 bytes, big-endian), then 12 random bytes.
+
+    Segments lie in directories by that time. So a directory is quiet when its segments are sealed, and syncing it is free; spread
+    by random digits, every sync of a directory waited for a journal commit of the newest creates (creates took 5 times as long).
+    """
+    window = int(time.time()) // SEGMENT_WINDOW_SECONDS & 0xFFFFFFFF
+    return SegmentId(window.to_bytes(4, "big") + os.urandom(ID_SIZE - 4))
 
 
 def new_store_id() -> StoreId:

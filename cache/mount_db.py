@@ -14,6 +14,7 @@ connection, or NULL. `orphan` is the packed inode record of a file in use whose 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order.
 """
 
+import contextlib
 import enum
 import sqlite3
 from collections.abc import Iterable
@@ -105,6 +106,7 @@ class MountDatabase:
     """The writer. Calls take some ten microseconds and never wait for a disk."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._connection = _connect(path, read_only=False)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
@@ -127,8 +129,9 @@ class MountDatabase:
         self._connection.close()
 
     def checkpoint(self) -> None:
-        """Move the write-ahead log into the database. Waits for the disk: for a thread."""
-        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        """Move the write-ahead log into the database. Waits for the disk: for a thread, on a connection of its own."""
+        with contextlib.closing(_connect(self._path, read_only=False)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def fact(self, name: str) -> bytes | None:
         """The fact's value, or None."""

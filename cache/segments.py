@@ -1,6 +1,6 @@
 """The log: one plain file for the bytes of an inode that this node is the home of.
 
-A segment is `segments/<first 2 hex digits>/<32 hex digits of its id>`, mode 0600, with the extended attribute
+A segment is `segments/<first 8 hex digits>/<32 hex digits of its id>`, mode 0600, with the extended attribute
 `user.ckptfs` = format (1 byte, 1), inode number (8 bytes, little-endian): with the databases gone, segments and the catalog
 say together what belongs where. Its bytes are the file's bytes, so a disaster leaves ordinary files.
 
@@ -8,6 +8,7 @@ The kernel writes a segment directly (passthrough); this process only ever holds
 `has_no_writer` tells the truth.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -27,23 +28,23 @@ class Segments:
 
     def __init__(self, directory: Path) -> None:
         self._directory = os.fspath(directory)
-        self._made: set[str] = set(os.listdir(directory))
 
     def path_of(self, segment: SegmentId) -> str:
         """Where the segment is, or would be; made from the id only, never from a name that came from outside."""
         if len(segment) != ID_SIZE:
             raise ValueError("a segment id has 16 bytes")
         name = segment.hex()
-        return f"{self._directory}/{name[:2]}/{name}"
+        return f"{self._directory}/{name[:8]}/{name}"
 
     def create(self, segment: SegmentId, ino: InodeNumber) -> int:
         """Make an empty segment and return a read-only descriptor of it, which the caller owns."""
         path = self.path_of(segment)
-        fan = segment[:1].hex()
-        if fan not in self._made:
+        flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOATIME
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except FileNotFoundError:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            self._made.add(fan)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOATIME, 0o600)
+            descriptor = os.open(path, flags, 0o600)
         try:
             os.setxattr(descriptor, ATTRIBUTE, _LABEL.pack(FORMAT_VERSION, ino))
         except BaseException:
@@ -87,15 +88,19 @@ class Segments:
 
     def remove(self, segment: SegmentId) -> None:
         """Unlink the segment; nothing happens if it is gone already."""
+        path = self.path_of(segment)
         try:
-            os.unlink(self.path_of(segment))
+            os.unlink(path)
         except FileNotFoundError:
             return
+        with contextlib.suppress(OSError):  # the directory goes with its last segment
+            os.rmdir(os.path.dirname(path))
 
     def sync_directories(self, segments: list[SegmentId]) -> None:
-        """Make the names of these segments survive a power cut; each fan directory is synced once."""
-        for fan in {segment[:1].hex() for segment in segments}:
-            descriptor = os.open(f"{self._directory}/{fan}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Make the names of these segments survive a power cut; each directory is synced once."""
+        directories = {os.path.dirname(self.path_of(segment)) for segment in segments}
+        for directory in (*directories, self._directory) if directories else ():
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             finally:

@@ -4,7 +4,7 @@
 
     store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>"}: written once, by temporary name and rename
     lock            flock held by the node's processes while any of them lives
-    segments/       the log: segments/<2 hex>/<32 hex>, one plain file each
+    segments/       the log: segments/<8 hex>/<32 hex>, one plain file each
     shards/         shards held for others (and for this node's own versions)
     copies/         verified local copies of versions whose home is elsewhere
     small_copies.db, agent.db, mount.db      indexes, each written by one process
