@@ -16,6 +16,7 @@ from ckptfs.fs import cli_cluster, cli_flush, cli_node, cli_status, cli_verify
 from ckptfs.fs.cli_errors import CommandError, NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
+from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.local_socket import NodeNotAnswering
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         return _failed(error, arguments)
     except ConfigurationError as error:
         return _failed(WrongUse(str(error)), arguments)
-    except CacheError as error:
+    except (CacheError, MountError) as error:
         return _failed(NotReached(str(error)), arguments)
     except NodeNotAnswering as error:
         return _failed(Unreachable(str(error)), arguments)

@@ -64,7 +64,7 @@ def wait_until(
     waiting: dict[Place, list[tuple[int, str, int]]] = {}
     for path in paths:
         place = place_of_path(path)
-        place.ask("mount", {"do": "status"})
+        place.ask("mount", {"do": "settle"})  # what is closed need not wait to see whether it is opened again
         waiting.setdefault(place, []).extend(walk_files(path))
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     count = sum(len({ino for ino, _, _ in files}) for files in waiting.values())

@@ -228,9 +228,14 @@ class LocalCluster:
                 raise WrongUse(f"{self.directory} is not a directory") from None
 
     def _start(self, nodes: Sequence[ClusterNode], start_seconds: float) -> list[ClusterNode]:
-        started = {node.id: process for node in nodes if (process := node.start()) is not None}
+        started: dict[str, subprocess.Popen[bytes]] = {}
+        deadline = time.monotonic() + start_seconds
+        # The first node makes the catalog before the others ask for it.
+        turns = [nodes] if nodes[0].catalog.exists() else [nodes[:1], nodes[1:]]
         try:
-            self._wait_mounted(nodes, started, time.monotonic() + start_seconds)
+            for turn in turns:
+                started |= {node.id: process for node in turn if (process := node.start()) is not None}
+                self._wait_mounted(turn, started, deadline)
         finally:
             for process in started.values():
                 process.returncode = process.returncode or 0  # they outlive us: no warning about a child nobody waited for
