@@ -1,18 +1,17 @@
 """Files written, renamed, removed, protected and dropped in any order: what R1 and R4 promise holds after every step."""
 
 import os
+import random
+from collections import Counter
 from collections.abc import Coroutine
 from itertools import count
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from ckptfs.cache import store_registry
 from ckptfs.cache.catalog_check import catalog_problems
-from ckptfs.cache.catalog_format import NO_SEGMENT, Settings, Shard, ShardLayout, Version, VersionState, unpack, vid_of_key
+from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Settings, Shard, ShardLayout, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.errors import HeldElsewhere, NamespaceError, NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid
@@ -21,8 +20,8 @@ from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 
 Result = TypeVar("Result")
 STORES = [StoreId(b"A" * 16), StoreId(b"B" * 16)]
-names = st.sampled_from([b"a", b"b", b"c"])
-nodes = st.integers(0, 1)
+NAMES = (b"a", b"b", b"c")
+STEPS = 3_000
 
 
 def driven(coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -35,11 +34,14 @@ def driven(coroutine: Coroutine[Any, Any, Result]) -> Result:
     raise AssertionError("it waited")
 
 
-class LivesOfVersions(RuleBasedStateMachine):
+class LivesOfVersions:
     """Two nodes, three names. `free` are segments the node was told to free: no version that counts may need one of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.history: list[str] = []
+        self.last_name = b""
+        self.met: Counter[str] = Counter()
         self.kv = MemoryCatalog()
         clock = count(1).__next__
         self.vids = map(Vid, (b"%016d" % number for number in count()))
@@ -53,6 +55,25 @@ class LivesOfVersions(RuleBasedStateMachine):
         }
         self.free: set[SegmentId] = set()
 
+    def step(self) -> None:
+        weights = {"create": 8, "open_for_writing": 3, "commit_local": 6, "release_writer": 1, "protect": 4, "drop": 1}
+        weights |= {"unlink": 1, "rename": 4, "link": 1}
+        operation = self.choose.choices(list(weights), list(weights.values()))[0]
+        self.history.append(operation)
+        getattr(self, operation)()
+        self.check()
+
+    def name(self) -> bytes:
+        name = self.last_name = self.choose.choice(NAMES)
+        self.history.append(name.decode())
+        return name
+
+    def node(self, inode: Inode | None = None) -> int:
+        """Mostly the one that writes the file."""
+        if inode is not None and inode.writer is not None and self.choose.random() < 0.9:
+            return STORES.index(inode.writer.store)
+        return self.choose.randrange(2)
+
     def freed(self, ended: list[tuple[Vid, Version]]) -> None:
         self.free |= {version.segment for _, version in ended if version.segment != NO_SEGMENT}
 
@@ -62,16 +83,16 @@ class LivesOfVersions(RuleBasedStateMachine):
         except NoSuchName:
             return None, None
 
-    @rule(name=names, node=nodes)
-    def create(self, name: bytes, node: int) -> None:
+    def create(self) -> None:
+        name, node = self.name(), self.node()
         try:
             driven(self.trees[node].create_file(ROOT_INODE, name, 0o644, 0, 0, next(self.segments)))
         except NamespaceError:
             return
 
-    @rule(name=names, node=nodes, anew=st.booleans())
-    def open_for_writing(self, name: bytes, node: int, anew: bool) -> None:
-        ino, inode = self.inode_of(name)
+    def open_for_writing(self) -> None:
+        ino, inode = self.inode_of(self.name())
+        node, anew = self.node(inode), self.choose.random() < 0.5
         if ino is None:
             return
         current = None if inode.cur is None else driven(self.versions[node].version(inode.cur))
@@ -87,9 +108,9 @@ class LivesOfVersions(RuleBasedStateMachine):
         if not opened.carried_on and opened.previous is not None:
             self.freed([opened.previous])
 
-    @rule(name=names, node=nodes, release=st.booleans())
-    def commit_local(self, name: bytes, node: int, release: bool) -> None:
-        ino, inode = self.inode_of(name)
+    def commit_local(self) -> None:
+        ino, inode = self.inode_of(self.name())
+        node, release = self.node(inode), self.choose.random() < 0.7
         if ino is None or inode.open is None:
             return
         commit = LocalCommit(ino, inode.open, 7, b"r" * 16, 4096, 1, release)
@@ -97,47 +118,60 @@ class LivesOfVersions(RuleBasedStateMachine):
         mine = inode.writer.store == STORES[node]
         assert committed.vids == ({inode.open} if mine else set())
         self.freed(committed.freed)
+        if mine:
+            # R1: what the new content made superfluous is given back.
+            after = self.inode_of(self.last_name)[1]
+            assert after.prev_local is None
+            assert after.prot == inode.prot
 
-    @rule(name=names, node=nodes)
-    def release_writer(self, name: bytes, node: int) -> None:
+    def release_writer(self) -> None:
+        name = self.name()
         ino, inode = self.inode_of(name)
+        node = self.node(inode)
         if ino is not None and inode.cur is not None:
             driven(self.versions[node].release_writer(ino, inode.cur))
 
-    @rule(name=names, node=nodes)
-    def protect(self, name: bytes, node: int) -> None:
+    def protect(self) -> None:
+        name = self.name()
         ino, inode = self.inode_of(name)
+        node = self.node(inode)
         if ino is None or inode.cur is None:
             return
         shards = [Shard(store, b"h" * 16) for store in STORES]
         commit = ProtectedCommit(ino, inode.cur, ShardLayout.STRIPED, 1, 1, 4096, shards, self.holders)
-        driven(self.versions[node].commit_protected([commit]))
+        done = driven(self.versions[node].commit_protected([commit]))
+        if done:
+            after = self.inode_of(name)[1]
+            assert (after.prot, after.prev) == (inode.cur, None)
+            self.met["protected"] += 1
 
-    @rule(name=names, node=nodes)
-    def drop(self, name: bytes, node: int) -> None:
+    def drop(self) -> None:
+        name = self.name()
         ino, inode = self.inode_of(name)
+        node = self.node(inode)
         if ino is None or inode.open is None or inode.writer.store != STORES[node]:
             return
         dropped = driven(self.versions[node].drop_open_versions([(ino, inode.open)]))
         assert dropped.shown + dropped.gone == [ino]
         had = inode.cur or inode.prev_local or inode.prot or inode.prev
         assert (dropped.shown == [ino]) is (had is not None)
+        self.met["dropped to nothing" if had is None else "dropped to what was before"] += 1
         if had is None:
             assert self.inode_of(name) == (None, None)
         else:
             assert self.inode_of(name)[1].cur == had
 
-    @rule(name=names, node=nodes)
-    def unlink(self, name: bytes, node: int) -> None:
+    def unlink(self) -> None:
+        name, node = self.name(), self.node()
         try:
             removed = driven(self.trees[node].unlink(ROOT_INODE, name))
         except NoSuchName:
             return
         self.freed(removed.dead)
 
-    @rule(old=names, new=names, node=nodes, flags=st.sampled_from([0, 0, 2]))
-    def rename(self, old: bytes, new: bytes, node: int, flags: int) -> None:
-        two = [self.best_protected(name) for name in (old, new)]
+    def rename(self) -> None:
+        old, new, node, flags = self.name(), self.name(), self.node(), self.choose.choice([0, 0, 2])
+        protected, (_, victim) = self.best_protected(new), self.inode_of(new)
         try:
             renamed = driven(self.trees[node].rename(ROOT_INODE, old, ROOT_INODE, new, RenameFlags(flags)))
         except NoSuchName:
@@ -145,11 +179,14 @@ class LivesOfVersions(RuleBasedStateMachine):
         self.freed(renamed.dead)
         if renamed.replaced is not None:
             self.freed(renamed.replaced.dead)
-            # R1: a name that led to something protected still has something protected behind it.
-            assert two[1] is None or self.best_protected(new) is not None
+            if protected is not None and victim.nlink == 1:
+                # R1: the name led to something protected, and still has something protected behind it.
+                assert self.best_protected(new) is not None
+                self.met["protected replaced"] += 1
+            self.met["local remembered"] += self.inode_of(new)[1].prev_local is not None
 
-    @rule(old=names, new=names)
-    def link(self, old: bytes, new: bytes) -> None:
+    def link(self) -> None:
+        old, new = self.name(), self.name()
         ino, _ = self.inode_of(old)
         if ino is None:
             return
@@ -163,8 +200,7 @@ class LivesOfVersions(RuleBasedStateMachine):
         found: Vid | None = None if inode is None else inode.prot or inode.prev
         return found
 
-    @invariant()
-    def consistent(self) -> None:
+    def check(self) -> None:
         assert driven(catalog_problems(self.kv)) == []
         for entry in driven(self.kv.range(b"v/")):
             version = unpack(Version, entry.value)
@@ -173,6 +209,14 @@ class LivesOfVersions(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_any_life_of_versions() -> None:
-    examples = int(os.environ.get("CKPTFS_EXAMPLES", "150"))
-    run_state_machine_as_test(LivesOfVersions, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CKPTFS_WALKS", "5"))))
+def test_any_life_of_versions(seed: int) -> None:
+    world = LivesOfVersions(seed)
+    try:
+        for _ in range(STEPS):
+            world.step()
+    except BaseException as error:
+        error.add_note(" ".join(world.history[-60:]))
+        raise
+    for what in ("protected", "protected replaced", "local remembered", "dropped to nothing", "dropped to what was before"):
+        assert world.met[what] >= 5, world.met
