@@ -42,7 +42,8 @@ class Connection(Protocol):
         ...
 
     async def receive(self, buffer: memoryview, *, seconds: float | None = None) -> bool:
-        """Fill the whole buffer; False if the peer closed before its first byte. `seconds` replaces the stall limit.
+        """Fill the whole buffer; False if the peer closed before its first byte. `seconds` is how long the first byte may
+        take, where that is not the stall limit.
 
         Raises `PeerUnreachable`, also if the peer closes in the middle.
         """
@@ -192,6 +193,9 @@ class SocketConnection:
             elif not count:
                 return False
             else:
+                if not done and seconds is not None:
+                    limit = self._stall_seconds
+                    deadline = trio.current_time() + limit
                 done += count
         return True
 

@@ -1,0 +1,522 @@
+"""The asking and the answering side over real sockets: what is stored, read back, refused and resumed."""
+
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from ckptfs.cache import checksum
+from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
+from ckptfs.replication import peer_client, peer_server
+from ckptfs.replication.agent_db import AgentDatabase
+from ckptfs.replication.conversation import PeerIdentity
+from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason
+from ckptfs.replication.peer_client import PeerClient, PeerPool
+from ckptfs.replication.peer_server import PeerServer, PeerServerLimits
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_store import ShardStore, VerifyResult
+from ckptfs.replication.small_copies import SmallCopies, SmallCopy
+from ckptfs.replication.transport import PlainTransport
+
+VID = Vid(bytes(range(16)))
+SEGMENT = SegmentId(bytes(range(16, 32)))
+CLUSTER = b"c" * 16
+HEADER = ShardHeader(VID, 1, 2, 1, 64, 64 * 7 + 10)
+"""Shard 1 of 2+1, four cells: three of 64 bytes, and the last with the content's last 10 bytes."""
+
+ASKING = PeerIdentity(CLUSTER, StoreId(b"a" * 16), NodeId("asking"))
+ANSWERING = PeerIdentity(CLUSTER, StoreId(b"b" * 16), NodeId("answering"))
+
+
+def cells_of(header: ShardHeader, salt: int = 0) -> list[bytes]:
+    return [bytes([stripe + salt]) * header.cell_length(stripe) for stripe in range(header.cell_count)]
+
+
+def footer_of(header: ShardHeader, cells: list[bytes]) -> ShardFooter:
+    content = b"".join(checksum.cell_hash(b"%d" % cell) for cell in range(header.content_cell_count))
+    return ShardFooter(header, b"".join(map(checksum.cell_hash, cells)), content, InodeNumber(7), b"run/model.pt", 5)
+
+
+@dataclass
+class Segments:
+    """Plain files by the hex digits of their ids."""
+
+    directory: Path
+
+    def path_of(self, segment: SegmentId) -> str:
+        return f"{self.directory}/{segment.hex()}"
+
+
+class SlowStore(ShardStore):
+    """A store whose verification waits until it is let go on."""
+
+    def __init__(self, directory: Path, index: AgentDatabase, free_bytes: Callable[[], int] | None) -> None:
+        super().__init__(directory, index, free_bytes=free_bytes)
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def verify(self, vid: Vid, index: int) -> VerifyResult:
+        self.go_on.wait(10)
+        return super().verify(vid, index)
+
+
+@dataclass
+class Node:
+    """An answering node, made anew on the same directory by `start`."""
+
+    directory: Path
+    nursery: trio.Nursery
+    free_bytes: Callable[[], int] | None = None
+    limits: PeerServerLimits | None = None
+    stall_seconds: float = 30.0
+    address: str = "127.0.0.1:0"
+
+    async def start(self) -> None:
+        self.index = AgentDatabase(self.directory / "agent.db")
+        self.shards = SlowStore(self.directory / "shards", self.index, self.free_bytes)
+        self.shards.recover()
+        self.copies = SmallCopies(self.directory / "small_copies.db", free_bytes=self.free_bytes)
+        transport = PlainTransport(stall_seconds=self.stall_seconds)
+        segments = Segments(self.directory)
+        self.server = PeerServer(self.shards, self.copies, segments, ANSWERING, transport, self.limits)
+        self.stopped = trio.Event()
+        self.scope = trio.CancelScope()
+        self.address = await self.nursery.start(self._serve)
+
+    async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
+        try:
+            with self.scope:
+                await self.server.serve(self.address, task_status=task_status)
+        finally:
+            self.index.close()
+            self.copies.close()
+            self.stopped.set()
+
+    async def stop(self) -> None:
+        self.scope.cancel()
+        await self.stopped.wait()
+
+    @contextlib.contextmanager
+    def client(self, stall_seconds: float = 30.0) -> Iterator[PeerClient]:
+        client = PeerClient(
+            PlainTransport(stall_seconds=stall_seconds), self.address, ASKING, expected_store=ANSWERING.store
+        )  # fmt: skip
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+@pytest.fixture
+async def node(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Node]:
+    started = Node(tmp_path, nursery)
+    await started.start()
+    yield started
+    await started.stop()
+
+
+async def put(client: PeerClient, header: ShardHeader = HEADER, salt: int = 0) -> bytes:
+    cells = cells_of(header, salt)
+    async with await client.put_shard(header) as stream:
+        for stripe in range(stream.resume_stripe, header.cell_count):
+            await stream.send_cell(stripe, memoryview(cells[stripe]), checksum.cell_hash(cells[stripe]))
+        return await stream.finish(footer_of(header, cells))
+
+
+async def read_all(client: PeerClient, header: ShardHeader = HEADER) -> list[bytes]:
+    async with client.read_cells(header.vid, header.index, 0, header.stripe_count) as cells:
+        return [bytes(cell) async for cell in cells]
+
+
+async def test_a_shard_is_stored_and_read_back(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        root = await put(client)
+        assert root == footer_of(HEADER, cells).root
+        assert await read_all(client) == cells
+        assert await client.shard_footer(VID, 1) == footer_of(HEADER, cells)
+        assert (await client.verify_shard(VID, 1)).ok
+        buffer = memoryview(bytearray(64))
+        assert await client.read_cell(VID, 1, 3, buffer) == 10
+        assert bytes(buffer[:10]) == cells[3]
+        assert await client.read_cell(VID, 1, 4, buffer) == 0
+        status = await client.ping()
+    assert (status.node, status.store) == ("answering", ANSWERING.store)
+    assert status.free_bytes > 0
+    assert node.server.statistics().connections == 1
+    assert node.shards.verify(VID, 1).ok
+
+
+async def test_cells_go_into_the_buffers_of_who_reads(node: Node) -> None:
+    whole = memoryview(bytearray(64 * 4))
+    with node.client() as client:
+        await put(client)
+        async with client.read_cells(VID, 1, 1, 2, into=lambda stripe: whole[stripe * 64 :][:64]) as cells:
+            stripes = [cells.stripe async for _ in cells]
+    assert stripes == [1, 2]
+    assert bytes(whole) == bytes(64) + b"".join(cells_of(HEADER)[1:3]) + bytes(64)
+
+
+async def test_a_shard_without_cells(node: Node) -> None:
+    header = ShardHeader(VID, 9, 10, 2, 8192, 65_536)
+    with node.client() as client:
+        assert await put(client, header) == footer_of(header, []).root
+        assert await read_all(client, header) == []
+
+
+async def test_a_footer_of_many_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_client, "FOOTER_PART_BYTES", 37)
+    monkeypatch.setattr(peer_server, "FOOTER_PART_BYTES", 41)
+    with node.client() as client:
+        root = await put(client)
+        assert (await client.shard_footer(VID, 1)).root == root
+
+
+@pytest.mark.parametrize("stop", range(5))
+async def test_a_put_that_was_given_up_goes_on_where_it_stopped(stop: int, node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        async with await client.put_shard(HEADER) as stream:
+            for stripe in range(stop):
+                await stream.send_cell(stripe, cells[stripe], checksum.cell_hash(cells[stripe]))
+        async with await client.put_shard(HEADER) as stream:
+            assert stream.resume_stripe == stop
+        await put(client)
+        assert await read_all(client) == cells
+    assert node.server.statistics().connections == 1
+
+
+async def test_a_put_goes_on_after_its_connection_broke(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as first, node.client() as second:
+        stream = await first.put_shard(HEADER)
+        for stripe in range(3):
+            await stream.send_cell(stripe, cells[stripe], checksum.cell_hash(cells[stripe]))
+        first.close()
+        with pytest.raises(PeerUnreachable):
+            await stream.send_cell(3, cells[3], checksum.cell_hash(cells[3]))
+        again = await second.put_shard(HEADER)
+        assert again.resume_stripe <= 3
+        await again.aclose()
+        await put(second)
+        assert await read_all(second) == cells
+
+
+async def test_a_put_goes_on_after_the_peer_was_restarted(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        for stripe in range(2):
+            await stream.send_cell(stripe, cells[stripe], checksum.cell_hash(cells[stripe]))
+        await stream.aclose()
+        await client.ping()
+        await node.stop()
+        await node.start()
+        again = await client.put_shard(HEADER)
+        assert again.resume_stripe == 2
+        await again.aclose()
+        await put(client)
+        assert await read_all(client) == cells
+
+
+async def test_a_cancelled_put_leaves_client_and_server_usable(node: Node) -> None:
+    with node.client() as client:
+        with trio.CancelScope() as scope:
+            async with await client.put_shard(HEADER) as stream:
+                scope.cancel()
+                await stream.send_cell(0, cells_of(HEADER)[0], checksum.cell_hash(cells_of(HEADER)[0]))
+                await stream.send_cell(1, cells_of(HEADER)[1], checksum.cell_hash(cells_of(HEADER)[1]))
+                await trio.lowlevel.checkpoint()
+        assert scope.cancelled_caught
+        await put(client)
+        assert await read_all(client) == cells_of(HEADER)
+
+
+async def test_a_newer_put_takes_over_from_a_connection_that_hangs(node: Node) -> None:
+    with node.client() as hanging, node.client() as client:
+        await hanging.put_shard(HEADER)
+        await put(client)
+        assert await read_all(client) == cells_of(HEADER)
+
+
+async def test_a_wrong_hash_is_refused_and_the_put_can_be_made_again(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        await stream.send_cell(0, cells[0], checksum.cell_hash(cells[0]))
+        await stream.send_cell(1, cells[1], bytes(16))
+        with pytest.raises(PeerRefused) as caught:
+            await _send_the_rest(stream, cells)
+        assert caught.value.reason is RefusalReason.MISMATCH
+        assert caught.value.retryable
+        assert (await client.ping()).node == "answering"
+        again = await client.put_shard(HEADER)
+        assert again.resume_stripe == 1
+        await again.aclose()
+        await put(client)
+        assert await read_all(client) == cells
+    assert node.server.statistics().refusals == {"mismatch": 1}
+
+
+async def _send_the_rest(stream: peer_client.PutStream, cells: list[bytes]) -> None:
+    for stripe in (2, 3):
+        await stream.send_cell(stripe, cells[stripe], checksum.cell_hash(cells[stripe]))
+    await stream.finish(footer_of(HEADER, cells))
+
+
+async def test_a_footer_of_other_cells_is_refused_and_nothing_is_kept(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        for stripe, cell in enumerate(cells):
+            await stream.send_cell(stripe, cell, checksum.cell_hash(cell))
+        with pytest.raises(PeerRefused) as caught:
+            await stream.finish(footer_of(HEADER, cells_of(HEADER, 1)))
+        assert caught.value.reason is RefusalReason.MISMATCH
+        assert (await client.put_shard(HEADER)).resume_stripe == 0
+    assert os.listdir(node.directory / "shards/00") in ([], [VID.hex() + ".1.partial"])
+
+
+async def test_other_bytes_under_one_vid_are_a_conflict(node: Node) -> None:
+    with node.client() as client:
+        root = await put(client)
+        assert await put(client) == root
+        with pytest.raises(PeerRefused) as caught:
+            await put(client, salt=1)
+        assert caught.value.reason is RefusalReason.CONFLICT
+        assert not caught.value.retryable
+        with pytest.raises(PeerRefused) as caught:
+            await client.put_shard(ShardHeader(VID, 1, 2, 1, 64, 99))
+        assert caught.value.reason is RefusalReason.CONFLICT
+        assert await read_all(client) == cells_of(HEADER)
+    assert node.server.statistics().connections == 1
+
+
+async def test_a_full_peer_says_so(tmp_path: Path, nursery: trio.Nursery) -> None:
+    node = Node(tmp_path, nursery, free_bytes=lambda: 5000)
+    await node.start()
+    with node.client() as client:
+        with pytest.raises(PeerRefused, match=r"full: .* doesn't fit") as caught:
+            await client.put_shard(HEADER)
+        assert caught.value.reason is RefusalReason.FULL
+        with pytest.raises(PeerRefused) as caught:
+            await client.put_copies([copy_of(number, 3000) for number in range(2)])
+        assert caught.value.reason is RefusalReason.FULL
+        assert (await client.ping()).free_bytes == 5000
+    assert node.server.statistics().connections == 1
+    await node.stop()
+
+
+async def test_what_a_peer_does_not_hold(node: Node) -> None:
+    requests: list[Callable[[PeerClient], object]] = [
+        lambda client: client.shard_footer(VID, 0),
+        lambda client: client.read_cell(VID, 0, 0, memoryview(bytearray(64))),
+        lambda client: client.verify_shard(VID, 0),
+        lambda client: client.read_copy(VID),
+        lambda client: client.read_segment(VID, SEGMENT, 0, 10),
+        lambda client: client.segment_status(SEGMENT),
+    ]
+    with node.client() as client:
+        for request in requests:
+            with pytest.raises(PeerRefused) as caught:
+                await request(client)  # type: ignore[misc]
+            assert caught.value.reason is RefusalReason.NOT_FOUND
+    assert node.server.statistics().refusals == {"not_found": len(requests)}
+    assert node.server.statistics().connections == 1
+
+
+async def test_a_damaged_cell_is_handed_on_and_found_by_who_compares(node: Node) -> None:
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        await put(client)
+        with open(node.shards.path_of(VID, 1), "r+b") as file:
+            file.seek(HEADER.cell_offset(2))
+            file.write(b"!")
+        footer = await client.shard_footer(VID, 1)
+        read = await read_all(client)
+        assert [checksum.cell_hash(cell) == footer.cell_hash(stripe) for stripe, cell in enumerate(read)] == [
+            True, True, False, True,
+        ]  # fmt: skip
+        assert await client.verify_shard(VID, 1) == (False, (2,), "1 of 4 cells fail their hash")
+        os.truncate(node.shards.path_of(VID, 1), 5000)
+        assert not (await client.verify_shard(VID, 1)).ok
+        with pytest.raises(PeerRefused) as caught:
+            await client.shard_footer(VID, 1)
+        assert caught.value.reason is RefusalReason.DAMAGED
+        await put(client)
+        assert await read_all(client) == cells
+
+
+async def test_a_reading_given_up_halfway(node: Node) -> None:
+    with node.client() as client:
+        await put(client)
+        async with client.read_cells(VID, 1, 0, 4) as stream:
+            async for _ in stream:
+                break
+        assert await read_all(client) == cells_of(HEADER)
+        forgotten = client.read_cells(VID, 1, 0, 4)
+        await forgotten.__anext__()
+        assert await read_all(client) == cells_of(HEADER)
+        with pytest.raises(PeerUnreachable, match="given up"):
+            await forgotten.__anext__()
+
+
+def copy_of(number: int, size: int) -> SmallCopy:
+    content = bytes([number % 251]) * size
+    return SmallCopy(Vid(number.to_bytes(16, "big")), InodeNumber(number), size, b"run/%d" % number, 3, content)
+
+
+async def test_small_copies_in_batches(node: Node) -> None:
+    copies = [copy_of(number, 1 + number) for number in range(600)] + [copy_of(1000 + number, 65_535) for number in range(70)]
+    with node.client() as client:
+        roots = await client.put_copies(copies)
+        assert roots == [checksum.content_root(one.vid, one.size, one.size, checksum.cell_hash(one.content)) for one in copies]
+        assert await client.read_copy(copies[5].vid) == copies[5].content
+        assert await client.read_copy(copies[-1].vid) == copies[-1].content
+        assert await client.put_copies(copies[:3]) == roots[:3]
+        assert await client.put_copies([]) == []
+        with pytest.raises(PeerRefused) as caught:
+            await client.put_copies([copies[0]._replace(content=b"?")])
+        assert caught.value.reason is RefusalReason.CONFLICT
+    assert node.copies.count()[0] == 670
+
+
+async def test_long_path_hints_make_smaller_batches(node: Node) -> None:
+    copies = [copy_of(number, 10)._replace(path_hint=b"x" * 4096) for number in range(50)]
+    with node.client() as client:
+        assert len(await client.put_copies(copies)) == 50
+
+
+async def test_segments_are_read_as_they_are(node: Node) -> None:
+    content = os.urandom(5 << 20)
+    path = node.directory / SEGMENT.hex()
+    path.write_bytes(content)
+    with node.client() as client:
+        assert await client.read_segment(VID, SEGMENT, 0, len(content) + 100) == content
+        assert await client.read_segment(VID, SEGMENT, 1000, 10) == content[1000:1010]
+        assert await client.read_segment(VID, SEGMENT, len(content), 10) == b""
+        status = await client.segment_status(SEGMENT)
+        assert status == (len(content), path.stat().st_mtime_ns, path.stat().st_blocks)
+
+
+async def test_a_slow_answer_is_no_silence(tmp_path: Path, nursery: trio.Nursery) -> None:
+    node = Node(tmp_path, nursery, limits=PeerServerLimits(working_seconds=0.02))
+    await node.start()
+    with node.client(stall_seconds=0.1) as client:
+        await put(client)
+        node.shards.go_on.clear()
+        async with trio.open_nursery() as inner:
+
+            async def let_go_on() -> None:
+                await trio.sleep(0.2)
+                node.shards.go_on.set()
+
+            inner.start_soon(let_go_on)
+            assert (await client.verify_shard(VID, 1)).ok
+    await node.stop()
+
+
+async def test_connections_are_bounded_and_idle_ones_make_room(tmp_path: Path, nursery: trio.Nursery) -> None:
+    node = Node(tmp_path, nursery, limits=PeerServerLimits(connections_max=2))
+    await node.start()
+    with node.client() as first, node.client() as second, node.client() as third:
+        await first.put_shard(HEADER)
+        await second.ping()
+        await third.put_shard(ShardHeader(VID, 0, 2, 1, 64, 100))
+        with pytest.raises(PeerRefused) as caught:
+            await second.ping()
+        assert caught.value.reason is RefusalReason.BUSY
+        third.close()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        await second.ping()
+    assert node.server.statistics().turned_away == 1
+    await node.stop()
+
+
+async def test_payloads_together_are_bounded(tmp_path: Path, nursery: trio.Nursery) -> None:
+    node = Node(tmp_path, nursery, limits=PeerServerLimits(payload_bytes_max=4096, buffer_wait_seconds=0.02))
+    await node.start()
+    with node.client() as first, node.client() as second:
+        await first.put_shard(HEADER)
+        with pytest.raises(PeerRefused) as caught:
+            await put(second, ShardHeader(VID, 0, 2, 1, 64, 100))
+        assert caught.value.reason is RefusalReason.BUSY
+        with pytest.raises(PeerRefused) as caught:
+            await second.put_copies([copy_of(1, 5000)])
+        assert caught.value.reason is RefusalReason.BUSY
+        first.close()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        await put(second)
+        assert node.server.statistics().peak_payload_bytes <= 4096
+    await node.stop()
+
+
+async def test_a_peer_silent_in_the_middle_of_a_shard_is_dropped(tmp_path: Path, nursery: trio.Nursery) -> None:
+    node = Node(tmp_path, nursery, stall_seconds=0.05)
+    await node.start()
+    cells = cells_of(HEADER)
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        await stream.send_cell(0, cells[0], checksum.cell_hash(cells[0]))
+        with trio.fail_after(5):
+            while node.server.statistics().connections_current:
+                await trio.sleep(0.01)
+        with pytest.raises(PeerUnreachable):
+            await stream.send_cell(1, cells[1], checksum.cell_hash(cells[1]))
+        again = await client.put_shard(HEADER)
+        assert again.resume_stripe == 1
+        await again.aclose()
+        await client.ping()
+    assert node.shards.statistics().promised_bytes == 0
+    await node.stop()
+
+
+async def test_a_pool_keeps_connections_and_survives_a_restart(node: Node) -> None:
+    pool = PeerPool(PlainTransport(), ASKING, connections_per_peer_max=2, idle_per_peer_max=1)
+    for _ in range(3):
+        async with pool.client(ANSWERING.store, node.address) as client:
+            await client.ping()
+    assert node.server.statistics().connections == 1
+    async with pool.client(ANSWERING.store, node.address) as one, pool.client(ANSWERING.store, node.address) as two:
+        await one.ping()
+        await two.ping()
+        with trio.move_on_after(0.01) as scope:
+            async with pool.client(ANSWERING.store, node.address):
+                raise AssertionError("a third connection")
+        assert scope.cancelled_caught
+    assert pool.statistics().connections_idle == 1
+    await node.stop()
+    async with pool.client(ANSWERING.store, node.address) as client:
+        with pytest.raises(PeerUnreachable):
+            await client.ping()
+    await node.start()
+    async with pool.client(ANSWERING.store, node.address) as client:
+        await client.ping()
+        await client.put_shard(HEADER)
+    assert pool.statistics().connections_idle == 0
+    assert pool.statistics().sent_bytes > 0
+    pool.forget(ANSWERING.store)
+    await pool.aclose()
+
+
+async def test_another_store_or_cluster_at_the_address_is_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = PeerClient(PlainTransport(), node.address, ASKING, expected_store=StoreId(b"x" * 16))
+    with pytest.raises(PeerRefused, match="is store 6262") as caught:
+        await stranger.ping()
+    assert caught.value.reason is RefusalReason.WRONG_PEER
+    foreign = PeerClient(PlainTransport(), node.address, PeerIdentity(b"d" * 16, ASKING.store, ASKING.node))
+    with pytest.raises(PeerRefused, match="another cluster") as caught:
+        await foreign.ping()
+    assert caught.value.reason is RefusalReason.WRONG_PEER
+    assert "answering belongs to another cluster than asking" in caplog.text
+
+
+async def test_nobody_listens() -> None:
+    client = PeerClient(PlainTransport(), "127.0.0.1:1", ASKING)
+    with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1 can't be reached: Connection refused"):
+        await client.ping()
