@@ -19,6 +19,9 @@ ANSWER_SECONDS = 3600.0
 GOOD = ("ok", "unprotected")
 """`unprotected`: there are no shards yet, so nothing can be wrong with them."""
 
+UNKNOWN = "unreachable"
+"""Nothing is known to be wrong, but not every holder could be asked."""
+
 
 def verify(
     paths: Annotated[
@@ -37,13 +40,16 @@ def verify(
         place.ask("mount", {"do": "status"})
         files = list({ino: (ino, path, size) for ino, path, size in walk_files(root)}.values())
         results += _verify_files(place, files, deep=deep, repair=repair, shown=not as_json)
-    bad = [result for result in results if result["result"] not in GOOD]
+    wrong = [result for result in results if result["result"] not in (*GOOD, UNKNOWN)]
+    unknown = [result for result in results if result["result"] == UNKNOWN]
     if as_json:
-        print_json({"ok": not bad, "files": results})
+        print_json({"ok": not wrong and not unknown, "files": results})
     else:
         _print(results)
-    if bad:
-        raise NotReached(f"{len(bad)} of {len(results)} files are not as they should be", reported=as_json)
+    if wrong:
+        raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be", reported=as_json)
+    if unknown:
+        raise Unreachable(f"of {len(unknown)} of {len(results)} files not every shard's holder could be asked", reported=as_json)
 
 
 def _targets(paths: list[Path] | None) -> list[tuple[Place, Path]]:
@@ -81,7 +87,7 @@ def _verify_files(
             by_inode = {fact["ino"]: fact for fact in answer["files"]}
             for ino, path, size in part:
                 fact = by_inode.get(ino)
-                if fact is None:
+                if fact is None or fact["result"] == "gone":
                     continue  # deleted meanwhile
                 if deep and fact["result"] in GOOD and (wrong := check_format(Path(path))):
                     fact = {**fact, "result": "format", "message": wrong}

@@ -247,3 +247,20 @@ def test_umount_names_who_uses_the_mount_and_ends_it_when_nobody_does(start_clus
     assert _ckptfs("umount", mountpoint)[0] == 0
     assert not os.path.ismount(mountpoint)
     assert cluster.nodes[0].processes.living() == []
+
+
+def test_the_mount_process_comes_back_when_it_is_killed(start_cluster: Any) -> None:
+    cluster: LocalCluster = start_cluster(1, settle_seconds=0.1)
+    node = cluster.nodes[0]
+    content = _content(8 << 20)
+    (node.mountpoint / "closed").write_bytes(content)
+    with open(node.mountpoint / "open", "wb", buffering=0) as file:
+        file.write(content[: 4 << 20])
+        killed = node.processes.pids()["mount"]
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        file.write(content[4 << 20 :])
+    _wait(lambda: node.processes.pids()["mount"] not in (None, killed) and node.answers())
+    assert (node.mountpoint / "closed").read_bytes() == content
+    assert (node.mountpoint / "open").read_bytes() == content
+    assert _ckptfs("flush", node.mountpoint, "--to", "local", "--timeout", 30)[0] == 0
