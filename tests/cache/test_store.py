@@ -1,0 +1,90 @@
+"""The store directory: made once, opened by its own node only, locked while it is used, refused when it is not understood."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import NodeId
+from ckptfs.cache.store import StoreDirectory
+
+NODE = NodeId("node-0")
+
+
+def test_a_store_keeps_its_identity(tmp_path: Path) -> None:
+    made = StoreDirectory.create_or_open(tmp_path / "store", NODE)
+    again = StoreDirectory.create_or_open(tmp_path / "store", NODE)
+    assert made.store_id == again.store_id
+    other = StoreDirectory.create_or_open(tmp_path / "other", NODE)
+    assert other.store_id != made.store_id
+
+
+@pytest.mark.parametrize("name", ["log", "lost+found"])
+def test_what_a_new_file_system_brings_along_is_no_obstacle(tmp_path: Path, name: str) -> None:
+    (tmp_path / "store" / name).mkdir(parents=True)
+    StoreDirectory.create_or_open(tmp_path / "store", NODE)
+
+
+def _changed(path: Path, **fields: object) -> None:
+    label = path / "store.json"
+    label.write_text(json.dumps(json.loads(label.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"format": 2}, "format 2"),
+        ({"format": 0}, "format 0"),
+        ({"node": "other"}, "belongs to node 'other'"),
+        ({"node": 5}, "no valid store id"),
+        ({"store": "00" * 15}, "no valid store id"),
+        ({"store": "zz" * 16}, "can't be read"),
+    ],
+)
+def test_a_label_that_is_not_ours_is_refused_and_nothing_changed(tmp_path: Path, fields: dict[str, object], words: str) -> None:
+    StoreDirectory.create_or_open(tmp_path, NODE)
+    _changed(tmp_path, **fields)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir())
+    with pytest.raises(StoreError, match=words):
+        StoreDirectory.create_or_open(tmp_path, NODE)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()) == before
+
+
+def test_a_label_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    StoreDirectory.create_or_open(tmp_path, NODE)
+    label = tmp_path / "store.json"
+    whole = label.read_bytes()
+    for length in range(len(whole) - 1):  # the last byte is a newline
+        label.write_bytes(whole[:length])
+        with pytest.raises(StoreError):
+            StoreDirectory.create_or_open(tmp_path, NODE)
+
+
+def test_a_directory_with_foreign_files_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(StoreError, match="not a store"):
+        StoreDirectory.create_or_open(tmp_path, NODE)
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="can't be used"):
+        StoreDirectory.create_or_open(tmp_path / "file", NODE)
+
+
+def test_a_store_in_use_is_refused_until_its_lock_is_let_go(tmp_path: Path) -> None:
+    store = StoreDirectory.create_or_open(tmp_path, NODE)
+    assert not store.is_in_use()
+    lock = store.acquire()
+    assert store.is_in_use()
+    with pytest.raises(StoreError, match="already runs"):
+        store.acquire()
+    inherited = os.dup(lock)
+    os.close(lock)
+    assert store.is_in_use()
+    os.close(inherited)
+    assert not store.is_in_use()
+    os.close(store.acquire())

@@ -1,0 +1,96 @@
+"""Every configuration that can't work is refused at the start, by one line that names the file and the key."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptfs.fs.config import ConfigurationError, load_config
+
+GOOD = """\
+[node]
+id = "node-0"
+store = "/stores/a"
+mountpoint = "/mnt/a"
+catalog = "sqlite:////stores/catalog.db"
+"""
+
+
+def _load(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(text)
+    load_config(path)
+
+
+def test_the_least_there_must_be_is_enough(tmp_path: Path) -> None:
+    _load(tmp_path, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("[node]", "[nodes]"), "nodes"),
+        (('id = "node-0"', 'id = "node-0"\nidd = "x"'), "idd"),
+        (('id = "node-0"', ""), "id"),
+        (('id = "node-0"', 'id = ""'), "node.id"),
+        (('id = "node-0"', 'id = "a/b"'), "node.id"),
+        (('id = "node-0"', f'id = "{"x" * 65}"'), "node.id"),
+        (('id = "node-0"', "id = 7"), "id"),
+        (('"/stores/a"', '"stores/a"'), "node.store"),
+        (('"/mnt/a"', '"mnt/a"'), "node.mountpoint"),
+        (('"/mnt/a"', '"/stores/a"'), "neither may lie inside the other"),
+        (('"/mnt/a"', '"/stores/a/mnt"'), "neither may lie inside the other"),
+        (('"/stores/a"', '"/mnt/a/store"'), "neither may lie inside the other"),
+        (('"sqlite:////stores/catalog.db"', '"sqlite:///catalog.db"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"postgres://x"'), "node.catalog"),
+        (("[node]", '[node]\nlisten = "0.0.0.0:0"'), "node.listen"),
+        (("[node]", '[node]\nlisten = "127.0.0.1"'), "node.listen"),
+        (("[node]", '[node]\nlisten = "127.0.0.1:70000"'), "node.listen"),
+        (("[node]", "[node"), "node.toml"),
+    ],
+)
+def test_a_wrong_node_section_is_refused(tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        _load(tmp_path, GOOD.replace(*change))
+    assert str(tmp_path / "node.toml") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("[protection]\ndata_shards = 0", "data_shards"),
+        ("[protection]\ndata_shards = 33", "data_shards"),
+        ("[protection]\nparity_shards = -1", "parity_shards"),
+        ("[protection]\nparity_shards = 9", "parity_shards"),
+        ("[protection]\ncell_size_bytes = 5000", "cell_size_bytes"),
+        ("[protection]\ncell_size_bytes = 0", "cell_size_bytes"),
+        ("[protection]\nsmall_file_size_bytes = 2000000", "small_file_size_bytes"),
+        ("[protection]\nbuffer_bytes_max = 1048576", "buffer_bytes_max"),
+        ('[protection]\ncodec = "magic"', "codec"),
+        ('[mount]\npassthrough = "maybe"', "passthrough"),
+        ("[mount]\nsettle_seconds = -1", "settle_seconds"),
+        ("[mount]\nattribute_timeout_seconds = 100", "attribute_timeout_seconds"),
+        ("[space]\nreserve_fraction = 1.0", "reserve_fraction"),
+        ("[space]\nreserve = 1.0", "reserve"),
+        ("[other]\nkey = 1", "other"),
+    ],
+)
+def test_impossible_values_and_unknown_keys_are_refused(tmp_path: Path, lines: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        _load(tmp_path, f"{GOOD}\n{lines}\n")
+
+
+def test_links_do_not_hide_that_the_mount_would_lie_in_the_store(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    text = GOOD.replace("/stores/a", str(tmp_path / "store")).replace("/mnt/a", str(tmp_path / "link" / "mnt"))
+    with pytest.raises(ConfigurationError, match="neither may lie inside"):
+        _load(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--config"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"binary\.toml"):
+        load_config(tmp_path / "binary.toml")
