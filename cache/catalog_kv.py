@@ -7,9 +7,14 @@ positive integers that grow by one with each successful transaction that changes
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 
-class Entry(NamedTuple):
-    """One key as it stands: `create_revision` is when it last came into being, `mod_revision` when it last changed."""
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One key as it stands: `create_revision` is when it last came into being, `mod_revision` when it last changed.
+
+    A struct the garbage collector doesn't follow: it would walk a long range's entries again and again while they are made.
+    """
 
     key: bytes
     value: bytes

@@ -9,6 +9,7 @@ Pure: time and randomness are injected, and nothing blocks but through the engin
 
 import stat
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -94,7 +95,7 @@ class Created(NamedTuple):
     vid: Vid
 
 
-class DirectoryItem(NamedTuple):
+class DirectoryItem(msgspec.Struct, frozen=True, gc=False):
     """One name of a directory. `kind` is the S_IFMT part of the mode; `cookie` is where readdir goes on after this name."""
 
     name: bytes
@@ -202,10 +203,11 @@ class Namespace:
             await existing_directory(self.kv, directory)
         name_begins = len(prefix)
         items = []
-        for key, value, _, revision in entries:
-            entry = unpack(DirectoryEntry, value)
-            items.append(DirectoryItem(key[name_begins:], entry.ino, entry.kind, (revision << 1 | entry.tie) + 2))
-        items.sort(key=_cookie)
+        for entry in entries:
+            found = unpack(DirectoryEntry, entry.value)
+            cookie = (entry.mod_revision << 1 | found.tie) + 2
+            items.append(DirectoryItem(entry.key[name_begins:], found.ino, found.kind, cookie))
+        items.sort(key=attrgetter("cookie"))
         return items
 
     # Making
@@ -401,7 +403,3 @@ class Namespace:
     async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
         """Raises `NoSuchAttribute`, `NoSuchName`."""
         await repeated(lambda: attempt_remove_xattr(self.kv, ino, name, self.now_ns()))
-
-
-def _cookie(item: DirectoryItem) -> int:
-    return item.cookie

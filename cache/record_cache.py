@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ckptfs.cache.catalog_kv import Entry
 
@@ -34,6 +35,14 @@ def _map_header(path: str) -> mmap.mmap:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         _mapped[identity] = mmap.mmap(descriptor, HEADER_SIZE, prot=mmap.PROT_READ)
     return _mapped[identity]
+
+
+class Written(NamedTuple):
+    """A key as an own transaction wrote it; `created` if it wasn't there before."""
+
+    value: bytes
+    revision: int
+    created: bool
 
 
 class RecordCache:
@@ -69,7 +78,7 @@ class RecordCache:
         """Remember what was counted after the last `refresh`."""
         self._counts[prefix] = count
 
-    def committed(self, changed: Mapping[bytes, Entry | None]) -> None:
+    def committed(self, changed: Mapping[bytes, Written | None]) -> None:
         """An own transaction was committed and left these keys so. Precondition: `refresh` was called under its write lock."""
         header = self._map[:HEADER_SIZE]
         grown = (_CHANGE.unpack_from(header)[0] - _CHANGE.unpack_from(self.header)[0]) & 0xFFFFFFFF
@@ -77,6 +86,14 @@ class RecordCache:
             self.refresh()
             return
         self.header = header
-        self._entries.update(changed)
+        entries = self._entries
+        for key, written in changed.items():
+            known = entries.get(key)
+            if written is None:
+                entries[key] = None
+            elif written.created:
+                entries[key] = Entry(key, written.value, written.revision, written.revision)
+            elif known is not None:
+                entries[key] = Entry(key, written.value, known.create_revision, written.revision)
         for prefix in [prefix for prefix in self._counts if any(key.startswith(prefix) for key in changed)]:
             del self._counts[prefix]

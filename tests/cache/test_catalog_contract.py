@@ -168,6 +168,18 @@ async def test_an_ended_session_takes_its_keys(open_catalog: OpenCatalog) -> Non
     assert await one.revision() == 4
 
 
+async def test_what_a_session_took_is_gone_for_every_reader(open_catalog: OpenCatalog) -> None:
+    one, two = open_catalog("one"), open_catalog("two")
+    await one.transact([], [Put(b"l/1", b"1", bound_to_session=True)])
+    for handle in (one, two):
+        assert await handle.get(b"l/1") is not None
+        assert await handle.count(b"l/") == 1
+    await one.end_session("one")
+    for handle in (one, two):
+        assert await handle.get(b"l/1") is None
+        assert await handle.count(b"l/") == 0
+
+
 async def test_watch_gives_every_transaction_in_order(open_catalog: OpenCatalog) -> None:
     one, two = open_catalog(), open_catalog()
     await one.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
@@ -238,7 +250,8 @@ async def test_counters_by_compare_and_set_lose_nothing(open_catalog: OpenCatalo
     assert entry.mod_revision == 101
 
 
-_keys = st.sampled_from([b"a", b"b", b"a/1", b"a/2", b"b/1", b"b/\xff"])
+KEYS = (b"a", b"b", b"a/1", b"a/2", b"b/1", b"b/\xff")
+_keys = st.sampled_from(KEYS)
 _compares = st.one_of(
     st.builds(Unchanged, _keys, st.integers(0, 8)),
     st.builds(Present, _keys),
@@ -258,20 +271,25 @@ async def test_any_history_is_what_a_mapping_says(
     open_catalog: OpenCatalog, transactions: list[tuple[list[Compare], list[Operation]]]
 ) -> None:
     """Engine against the simplest model; and a watch from the beginning rebuilds the same content."""
-    kv = open_catalog()
+    handles = [open_catalog(), open_catalog()]
+    kv = handles[0]
     await kv.transact([], [Delete(entry.key) for entry in await kv.range(b"")])
     base = await kv.revision()
     content: dict[bytes, Entry] = {}
     revision = base
-    for compares, operations in transactions:
+    for number, (compares, operations) in enumerate(transactions):
         shifted = [
             Unchanged(c.key, c.mod_revision + base if c.mod_revision else 0) if isinstance(c, Unchanged) else c for c in compares
         ]
         holds = all(_holds(content, compare) for compare in shifted)
-        result = await kv.transact(shifted, operations)
+        result = await handles[number % 3 % 2].transact(shifted, operations)
         if holds:
             revision = _apply(content, operations, revision)
         assert result == (holds, revision)
+        for handle in handles:
+            assert [await handle.get(key) for key in KEYS] == [content.get(key) for key in KEYS]
+            for prefix in (b"", b"a", b"a/", b"b/"):
+                assert await handle.count(prefix) == sum(key.startswith(prefix) for key in content)
         assert await kv.range(b"") == [content[key] for key in sorted(content)]
     replayed: dict[bytes, bytes] = {}
     if revision > base:
