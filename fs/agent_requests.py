@@ -100,22 +100,32 @@ class AgentRequests:
         version = await self._versions.version(vid)
         if version is None:
             raise NoSuchName(f"version {vid.hex()} was replaced or removed")
+        await self._know_holders(version)
         return {"copy": str(await self._restorer.fetch(vid, version, request["offset"], request["length"]))}
 
     async def _fetch_whole(self, request: Message) -> Message:
         vid, version = await self._current(InodeNumber(request["ino"]))
+        await self._know_holders(version)
         return {"copy": str(await self._restorer.fetch_whole(vid, version))}
 
     async def _attributes(self, request: Message) -> Message:
         _, version = await self._current(InodeNumber(request["ino"]))
+        await self._know_holders(version)
         status = await self._patiently(lambda: self._holders.segment_status(version.home, version.segment))
         return {"size": status.size, "mtime_ns": status.mtime_ns, "blocks": status.blocks}
 
     async def _read(self, request: Message) -> Message:
         vid, version = await self._current(InodeNumber(request["ino"]))
+        await self._know_holders(version)
         offset, length = request["offset"], request["length"]
         data = await self._patiently(lambda: self._holders.read_segment(version.home, vid, version.segment, offset, length))
         return {"data": data}
+
+    async def _know_holders(self, version: Version) -> None:
+        """Learn of stores that joined since the catalog's list was last read."""
+        wanted = {version.home, *(shard.store for shard in version.shards)}
+        if any(self._members.member(store) is None for store in wanted):
+            await self._members.refresh()
 
     async def _current(self, ino: InodeNumber) -> tuple[Vid, Version]:
         """The version that readers of the inode get now: what is being written, or else the newest content."""

@@ -44,7 +44,7 @@ class Supervisor:
         self._config = config
         self._incarnation = time.time_ns()
         self._stopping = False
-        self._children: dict[str, trio.Process] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     async def run(self) -> None:
         config = self._config
@@ -113,14 +113,13 @@ class Supervisor:
         delay_seconds = RESTART_SECONDS_MIN
         while True:
             started = trio.current_time()
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-P", "-m", *arguments], pass_fds=descriptors, stdin=subprocess.DEVNULL
-            )
+            # From this thread, not through trio's: a child is told of its parent's death when the thread that made it ends.
+            process = subprocess.Popen([sys.executable, "-P", "-m", *arguments], pass_fds=descriptors, stdin=subprocess.DEVNULL)
             self._children[role] = process
             try:
-                status = await process.wait()
+                status = await _wait_ended(process)
             finally:
-                if process.returncode is None:
+                if process.poll() is None:
                     process.kill()
             if self._stopping:
                 return
@@ -140,14 +139,24 @@ class Supervisor:
             log.warning("mount_in_use mountpoint=%s: programs that still use it get errors now", self._config.mountpoint)
         for role in ("mount", "agent"):
             process = self._children.get(role)
-            if process is None or process.returncode is not None:
+            if process is None or process.poll() is not None:
                 continue
             process.terminate()
             with trio.move_on_after(STOP_SECONDS):
-                await process.wait()
-            if process.returncode is None:
+                await _wait_ended(process)
+            if process.poll() is None:
                 log.error("process_did_not_end role=%s: killed", role)
                 process.kill()
+
+
+async def _wait_ended(process: "subprocess.Popen[bytes]") -> int:
+    """The process's exit status, once it has one."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
+    return process.wait()
 
 
 def run(config: NodeConfig) -> None:
