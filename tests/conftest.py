@@ -72,7 +72,14 @@ def leftovers() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """At the end of the run no mount, process or directory of a test may be left; what is left is cleaned up, and an error."""
+    """At the end of the run no mount, process or directory of a test may be left; what is left is cleaned up, and an error.
+
+    What a run that was killed left behind is cleaned up by the next one.
+    """
+    for path in SCRATCH_PARENT.glob(f"{SCRATCH_PREFIX}*-*"):
+        pid = path.name.removeprefix(SCRATCH_PREFIX).split("-")[0]
+        if not os.path.exists(f"/proc/{pid}"):
+            remove_scratch(path)
     yield
     found = leftovers()
     for path in SCRATCH_PARENT.glob(f"{SCRATCH_PREFIX}{os.getpid()}-*"):

@@ -1,8 +1,10 @@
 """Where the writers of checkpoints write: a plain directory, which proves the test, and the mounts of two nodes."""
 
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,3 +42,18 @@ def place(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Place]:
     others = [cluster.nodes[number].mountpoint / directory.name for number in (3, 5)]
     yield Place(directory, others[0], others[1], is_mount=True)
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def run_python() -> Callable[..., None]:
+    """`run_python(code, *arguments)` runs code in a process of its own and fails with what it printed.
+
+    What reads a mapped file runs there: a page that can't be read is a SIGBUS, which no test survives.
+    """
+
+    def run(code: str, *arguments: object) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
+
+    return run
