@@ -419,7 +419,7 @@ class FileOperations:
             self._settler.closed(file)
         if not file.handles:
             if file.orphan is not None:
-                self._destroy(file)
+                await self._destroy(file)
             elif file.state is not FileState.OPEN:
                 self._open_files.drop(file)
         return b""
@@ -496,11 +496,13 @@ class FileOperations:
             if version.home == self._store:
                 self._reclaimer.segment(version.segment, at_once=version.state is VersionState.OPEN and not version.durable)
 
-    def _destroy(self, file: FileInUse) -> None:
+    async def _destroy(self, file: FileInUse) -> None:
+        """The last handle of a nameless file is closed. Its segment goes, unless it is what the file that replaced it falls back
+        to: then it goes when that one is local."""
         segment: SegmentId | None = file.segment
         self._open_files.drop(file)
         self._database.remove_files([file.ino])
-        if segment is not None:
+        if segment is not None and await self._versions.version(file.vid) is None:
             self._reclaimer.segment(segment, at_once=False)
 
     def _handle(self, fh: int) -> Handle:

@@ -110,8 +110,6 @@ class NameOperations:
 
     async def _rename(self, header: RequestHeader, directory: int, names: memoryview, flags: int) -> bytes:
         old, new = fuse.split_names(names, 2)
-        if flags & ~(RenameFlags.NOREPLACE | RenameFlags.EXCHANGE):
-            raise OSError(errno.EINVAL, "unknown rename flags")
         renamed = await self._namespace.rename(InodeNumber(header.nodeid), old, InodeNumber(directory), new, RenameFlags(flags))
         if renamed.replaced is not None:
             await self._files.replaced(renamed.replaced)

@@ -5,7 +5,7 @@ Refusals are the same as a peer's (`PeerRefused`), so that who puts and reads sh
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -21,7 +21,9 @@ from ckptfs.replication.errors import (
     StoreFull,
     WriterRevoked,
 )
+from ckptfs.replication.peer_client import SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_readers import ShardReaders
 from ckptfs.replication.shard_store import ShardStore, ShardWriter, VerifyResult
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
 
@@ -41,14 +43,6 @@ class SegmentPaths(Protocol):
     """What is needed of `cache.segments.Segments`."""
 
     def path_of(self, segment: SegmentId) -> str: ...
-
-
-class SegmentFacts(NamedTuple):
-    """A segment as it is now: bytes, nanoseconds, blocks of 512 bytes."""
-
-    size: int
-    mtime_ns: int
-    blocks: int
 
 
 class OwnSink:
@@ -79,6 +73,7 @@ class OwnStore:
 
     def __init__(self, shards: ShardStore, copies: SmallCopies, segments: SegmentPaths) -> None:
         self._shards = shards
+        self._readers = ShardReaders(shards)
         self._copies = copies
         self._segments = segments
         self._write_limiter = trio.CapacityLimiter(4)
@@ -107,7 +102,7 @@ class OwnStore:
 
     async def footer(self, vid: Vid, index: int) -> ShardFooter:
         def read() -> ShardFooter:
-            with self._shards.open(vid, index) as reader:
+            with self._readers.borrow(vid, index) as reader:
                 return reader.footer
 
         return await self._read(read)
@@ -132,22 +127,26 @@ class OwnStore:
 
         return await self._read(read)
 
-    async def segment_status(self, segment: SegmentId) -> SegmentFacts:
-        def read() -> SegmentFacts:
+    async def segment_status(self, segment: SegmentId) -> SegmentStatus:
+        def read() -> SegmentStatus:
             descriptor = _open_segment(self._segments.path_of(segment))
             try:
                 status = os.fstat(descriptor)
             finally:
                 os.close(descriptor)
-            return SegmentFacts(status.st_size, status.st_mtime_ns, status.st_blocks)
+            return SegmentStatus(status.st_size, status.st_mtime_ns, status.st_blocks)
 
         return await self._read(read)
+
+    def close(self) -> None:
+        """Close the shards that are kept open for reading."""
+        self._readers.close()
 
     async def _read(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await trio.to_thread.run_sync(function, *arguments, limiter=self._read_limiter)
 
     def _read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
-        with self._shards.open(vid, index) as reader:
+        with self._readers.borrow(vid, index) as reader:
             return reader.read_cell(stripe, buffer, check=False)
 
 

@@ -5,13 +5,11 @@ k+m holders have acknowledged durably, the lease test is made again, then one ca
 after that transaction is durable does anybody hear of it.
 """
 
-import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from mmap import mmap
 from typing import Protocol
 
 import trio
@@ -23,6 +21,7 @@ from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import WaitingVersion
 from ckptfs.cache.segments import has_no_writer
 from ckptfs.cache.versions import ProtectedCommit
+from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
 from ckptfs.replication.members import Member, Members, candidates
@@ -90,31 +89,6 @@ class DurableCatalog(Protocol):
     async def make_durable(self) -> None: ...
 
     async def revision(self) -> int: ...
-
-
-class BufferBudget:
-    """Memory for stripes in flight, given out in the order it was asked for. Never more than `total` bytes at once."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self._free = total
-        self._turn = trio.Lock()
-        self._returned = trio.lowlevel.ParkingLot()
-
-    @contextlib.asynccontextmanager
-    async def take(self, size: int) -> AsyncIterator[memoryview]:
-        """A buffer of `size` bytes for the `async with` block. Raises `ValueError` for more than the total."""
-        if size > self.total:
-            raise ValueError(f"{size} bytes of {self.total} can't be had")
-        async with self._turn:
-            while self._free < size:
-                await self._returned.park()
-            self._free -= size
-        try:
-            yield memoryview(mmap(-1, max(size, 1)))  # its own mapping: the memory goes back to the system
-        finally:
-            self._free += size
-            self._returned.unpark_all()
 
 
 class Protector:
@@ -208,7 +182,7 @@ class Protector:
         descriptor = self._open_sealed(waiting, version)
         try:
             stripe_bytes = stripe_buffer_size(geometry)
-            in_flight = max(1, min(geometry.stripe_count, STRIPES_IN_FLIGHT_MAX, self._budget.total // stripe_bytes))
+            in_flight = max(1, min(geometry.stripe_count, STRIPES_IN_FLIGHT_MAX, self._budget.total_bytes // stripe_bytes))
             async with self._budget.take(in_flight * stripe_bytes) as buffer:
                 attempt = StripedAttempt(
                     waiting.vid,
@@ -282,7 +256,7 @@ class Protector:
         revision = await self._kv.revision()
         total = sum(version.size for _, version in batch)
         async with self._budget.take(
-            min(total, self._budget.total)
+            min(total, self._budget.total_bytes)
         ):  # counted there, though the contents are objects of their own
             loaded = await self._threads.run(self._load_batch, batch, revision, wrong)
             copies = [copy for _, copy, _ in loaded]

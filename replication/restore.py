@@ -21,9 +21,9 @@ import trio
 from ckptfs.cache.catalog_format import ShardLayout, Version
 from ckptfs.cache.checksum import cell_hash, content_root
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
+from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.errors import ReplicationError, ShardDamaged
 from ckptfs.replication.local_copies import CopyFailed, LocalCopies, LocalCopiesStatistics, LocalCopy
-from ckptfs.replication.protect import BufferBudget
 from ckptfs.replication.stripe_reader import StripedContent, StripeReader
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,155 @@
+"""All stores as holders of shards, copies and segments: the own one through its files, the others through their agents.
+
+Putting and reading have connections of their own, so that a long put never keeps a reader waiting. What a holder says of
+shards it should have comes as `ShardNotFound` or `ShardDamaged`, whoever it is.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
+from ckptfs.replication.members import Members
+from ckptfs.replication.own_store import OwnStore
+from ckptfs.replication.peer_client import PeerClient, PeerPool, PutStream, SegmentStatus
+from ckptfs.replication.peer_server import PeerIdentity
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_store import VerifyResult
+from ckptfs.replication.small_copies import SmallCopy
+from ckptfs.replication.striped_attempt import ShardSink
+from ckptfs.replication.transport import Transport
+
+
+class PeerSink:
+    """One shard on its way to a peer (a `striped_attempt.ShardSink`); holds a connection until it is closed."""
+
+    def __init__(self, stream: PutStream, connection: AsyncExitStack, ino: InodeNumber, path_hint: bytes, revision: int) -> None:
+        self.resume_stripe = stream.resume_stripe
+        self._stream = stream
+        self._connection = connection
+        self._ino = ino
+        self._path_hint = path_hint
+        self._revision = revision
+
+    async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
+        await self._stream.send_cell(stripe, cell, digest)
+
+    async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
+        footer = ShardFooter(self._stream.header, own_table, content_table, self._ino, self._path_hint, self._revision)
+        return await self._stream.finish(footer)
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            await self._connection.aclose()
+
+
+class Peers:
+    """The connections to other nodes' agents."""
+
+    def __init__(self, transport: Transport, identity: PeerIdentity) -> None:
+        self._putting = PeerPool(transport, identity)
+        self._reading = PeerPool(transport, identity, connections_per_peer_max=16)
+
+    async def ping(self, store: StoreId, address: str) -> int:
+        """The free bytes of the store at that address. Raises `PeerUnreachable`, `PeerRefused`."""
+        async with self._reading.client(store, address) as client:
+            return (await client.ping()).free_bytes
+
+    def putting(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
+        return self._putting.client(store, address)
+
+    def reading(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
+        return self._reading.client(store, address)
+
+    def sent_and_received_bytes(self) -> tuple[int, int]:
+        """Since the start, over all connections."""
+        pools = self._putting.statistics(), self._reading.statistics()
+        return sum(pool.sent_bytes for pool in pools), sum(pool.received_bytes for pool in pools)
+
+    async def aclose(self) -> None:
+        await self._putting.aclose()
+        await self._reading.aclose()
+
+
+class Holders:
+    """Dispatches by store. Addresses are those `members` knows."""
+
+    def __init__(self, members: Members, own: OwnStore, peers: Peers) -> None:
+        self._members = members
+        self._own = own
+        self._peers = peers
+
+    async def put_shard(
+        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int
+    ) -> ShardSink:
+        if store == self._members.own_store:
+            return await self._own.put_shard(header, ino, path_hint, revision)
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(self._peers.putting(store, self._address(store)))
+            stream = await client.put_shard(header)
+            return PeerSink(stream, stack.pop_all(), ino, path_hint, revision)
+        raise AssertionError("the exit stack swallowed an exception")
+
+    async def put_copies(self, store: StoreId, copies: Sequence[SmallCopy]) -> list[bytes]:
+        if store == self._members.own_store:
+            return await self._own.put_copies(copies)
+        async with self._peers.putting(store, self._address(store)) as client:
+            return await client.put_copies(copies)
+
+    async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        """Read one cell, unchecked, into the buffer; returns its length."""
+        if store == self._members.own_store:
+            return await self._own.read_cell(vid, index, stripe, buffer)
+        async with self._reading(store) as client:
+            return await client.read_cell(vid, index, stripe, buffer)
+
+    async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
+        if store == self._members.own_store:
+            return await self._own.footer(vid, index)
+        async with self._reading(store) as client:
+            return await client.shard_footer(vid, index)
+
+    async def read_copy(self, store: StoreId, vid: Vid) -> bytes:
+        if store == self._members.own_store:
+            return await self._own.read_copy(vid)
+        async with self._reading(store) as client:
+            return await client.read_copy(vid)
+
+    async def verify_shard(self, store: StoreId, vid: Vid, index: int) -> VerifyResult:
+        if store == self._members.own_store:
+            return await self._own.verify_shard(vid, index)
+        async with self._reading(store) as client:
+            return await client.verify_shard(vid, index)
+
+    async def read_segment(self, store: StoreId, vid: Vid, segment: SegmentId, offset: int, length: int) -> bytes:
+        """Bytes of a segment at its home as they are now, short at its end."""
+        if store == self._members.own_store:
+            return await self._own.read_segment(segment, offset, length)
+        async with self._reading(store) as client:
+            return await client.read_segment(vid, segment, offset, length)
+
+    async def segment_status(self, store: StoreId, segment: SegmentId) -> SegmentStatus:
+        if store == self._members.own_store:
+            return await self._own.segment_status(segment)
+        async with self._reading(store) as client:
+            return await client.segment_status(segment)
+
+    def _address(self, store: StoreId) -> str:
+        address = self._members.address_of(store)
+        if not address:
+            raise PeerUnreachable(f"the catalog has no address of store {store.hex()}")
+        return address
+
+    @asynccontextmanager
+    async def _reading(self, store: StoreId) -> AsyncIterator[PeerClient]:
+        try:
+            async with self._peers.reading(store, self._address(store)) as client:
+                yield client
+        except PeerRefused as refused:
+            if refused.reason is RefusalReason.NOT_FOUND:
+                raise ShardNotFound(refused.message) from None
+            if refused.reason is RefusalReason.DAMAGED:
+                raise ShardDamaged(refused.message) from None
+            raise
