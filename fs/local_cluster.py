@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs.fs.cli_errors import NotReached, WrongUse
-from ckptfs.fs.local_socket import NodeNotAnswering, call
+from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
 from ckptfs.fs.node_processes import NodeProcesses
 
@@ -34,6 +34,7 @@ START_SECONDS = 60.0
 
 STOP_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
+POLL_SECONDS = 0.1
 LOG_LINES_SHOWN = 8
 
 
@@ -88,12 +89,19 @@ class ClusterNode:
 
     def answers(self) -> bool:
         """Whether the mount is there and its daemon answers."""
-        if not mounts_at(self.mountpoint):
-            return False
+        return bool(mounts_at(self.mountpoint)) and self._ask("mount") is not None
+
+    def peers_in_reach(self) -> int | None:
+        """How many stores the agent can reach, its own among them; None if the agent does not answer."""
+        answer = self._ask("agent")
+        return None if answer is None else sum(1 for store in answer["stores"] if store["live"])
+
+    def _ask(self, process: str) -> Message | None:
         try:
-            return bool(call(self.store / "run" / "mount.sock", {"do": "status"}, timeout_seconds=ANSWER_SECONDS).get("ok", True))
+            answer = call(self.store / "run" / f"{process}.sock", {"do": "status"}, timeout_seconds=ANSWER_SECONDS)
         except NodeNotAnswering:
-            return False
+            return None
+        return answer if answer.get("ok", True) else None
 
     def start(self) -> "subprocess.Popen[bytes] | None":
         """Start the node detached, unless it runs. What is left of a dead one's mount is taken away first."""
@@ -162,7 +170,8 @@ class LocalCluster:
         raise WrongUse(f"{self.directory} has no node {number}; its nodes are 0 to {len(self.nodes) - 1}")
 
     def up(self, node_count: int | None, settings: ClusterSettings, *, start_seconds: float = START_SECONDS) -> list[ClusterNode]:
-        """Start every node that is down, making the cluster first if there is none, and wait until all mounts answer.
+        """Start every node that is down, making the cluster first if there is none, and wait until all mounts answer
+        and all nodes reach each other.
 
         Returns the nodes that were started. Raises `WrongUse`, or `NotReached` with the end of the log of a node that failed.
         """
@@ -235,25 +244,32 @@ class LocalCluster:
         try:
             for turn in turns:
                 started |= {node.id: process for node in turn if (process := node.start()) is not None}
-                self._wait_mounted(turn, started, deadline)
+                self._wait_ready(turn, started, deadline)
         finally:
             for process in started.values():
                 process.returncode = process.returncode or 0  # they outlive us: no warning about a child nobody waited for
         return [node for node in nodes if node.id in started]
 
-    def _wait_mounted(
+    def _wait_ready(
         self, nodes: Sequence[ClusterNode], started: Mapping[str, "subprocess.Popen[bytes]"], deadline: float
     ) -> None:
+        """Until every mount answers, and every agent reaches the nodes that run: else the first files would be protected less."""
         waiting = list(nodes)
-        while waiting := [node for node in waiting if not node.answers()]:
+        while waiting := [node for node in waiting if not self._is_ready(node)]:
             for node in waiting:
                 process = started.get(node.id)
                 status = process.poll() if process else None
                 if status is not None:
                     raise NotReached(f"{node.id} ended with status {status}; its log says:\n{node.log_tail()}")
                 if time.monotonic() > deadline:
-                    raise NotReached(f"{node.id} did not mount in time; its log says:\n{node.log_tail()}")
-            time.sleep(0.05)
+                    what = "did not reach the other nodes" if node.answers() else "did not mount"
+                    raise NotReached(f"{node.id} {what} in time; its log says:\n{node.log_tail()}")
+            time.sleep(POLL_SECONDS)
+
+    def _is_ready(self, node: ClusterNode) -> bool:
+        running = sum(1 for other in self.nodes if other.processes.pids()["supervisor"] is not None)
+        reached = node.peers_in_reach() if node.answers() else None
+        return reached is not None and reached >= running
 
     def _remove(self, nodes: Sequence[ClusterNode]) -> None:
         inside = [mounted.mountpoint for mounted in mounts() if mounted.mountpoint.is_relative_to(self.directory)]

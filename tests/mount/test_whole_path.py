@@ -105,15 +105,17 @@ def test_status_of_a_cluster_and_of_a_mountpoint_has_what_programs_rely_on(clust
     assert one["mountpoint"] == str(cluster.nodes[4].mountpoint)
 
 
-def test_a_file_that_is_still_written_is_not_protected(cluster: LocalCluster, mount: Path) -> None:
-    with open(mount / "file", "wb", buffering=0) as file:
+def test_a_file_that_is_still_written_is_not_protected(cluster: LocalCluster) -> None:
+    path = cluster.nodes[0].mountpoint / "still-written"
+    with open(path, "wb", buffering=0) as file:
         file.write(b"x" * 100_000)
-        assert _json("status", mount / "file")["state"] == "open"
-        code, out, error = _ckptfs("flush", mount / "file", "--timeout", 0.5, "--json")
+        assert _json("status", path)["state"] == "open"
+        code, out, error = _ckptfs("flush", path, "--timeout", 0.5, "--json")
         assert code == 1
-        assert json.loads(out)["behind"] == [{"path": str(mount / "file"), "state": "open"}]
+        assert json.loads(out)["behind"] == [{"path": str(path), "state": "open"}]
         assert error.count("\n") == 1
-    assert _json("flush", mount / "file", "--timeout", 60)["reached"]
+    assert _json("flush", path, "--timeout", 60)["reached"]
+    path.unlink()
 
 
 def test_the_agent_comes_back_when_it_is_killed(start_cluster: Any) -> None:
