@@ -47,7 +47,8 @@ def verify(
     else:
         _print(results)
     if wrong:
-        raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be", reported=as_json)
+        more = "; the node's agent did not repair them" if repair else "; `ckptfs verify --repair` rebuilds what can be rebuilt"
+        raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be{more}", reported=as_json)
     if unknown:
         raise Unreachable(f"of {len(unknown)} of {len(results)} files not every shard's holder could be asked", reported=as_json)
 

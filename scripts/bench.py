@@ -127,7 +127,10 @@ class Bench:
         return figures
 
     def protect(self) -> dict[str, Any]:
-        """From close to protected (`flush` asks the node not to wait for a re-open), against a bare loop over six loopback connections into six synced files."""
+        """From close to protected, against a bare loop over six loopback connections into six synced files.
+
+        `wait_until` asks the node not to wait for a re-open, so all of the time is work.
+        """
         size_bytes = self._sizes.protect_bytes
         bare = bare_loop(size_bytes, self._plain)
         block = os.urandom(BLOCK_SIZE)
