@@ -40,11 +40,13 @@ class Segments:
         """Make an empty segment and return a read-only descriptor of it, which the caller owns."""
         path = self.path_of(segment)
         flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOATIME
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            descriptor = os.open(path, flags, 0o600)
+        while True:
+            try:
+                descriptor = os.open(path, flags, 0o600)
+                break
+            except FileNotFoundError:  # none is there yet, or a thread removed it with its last segment
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(os.path.dirname(path), 0o700)
         try:
             os.setxattr(descriptor, ATTRIBUTE, _LABEL.pack(FORMAT_VERSION, ino))
         except BaseException:
