@@ -1,0 +1,230 @@
+"""`mount.db`: rows, exposure, the order versions wait in, other processes' view, and databases that can't be used."""
+
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.mount_db import Exposure, FileRow, FileState, HandleRow, MountDatabase, MountDatabaseReader, WaitingVersion
+
+
+def _id(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def _row(number: int, state: FileState = FileState.OPEN, size: int = 0, exposed_ns: int = 0, **fields: object) -> FileRow:
+    row = FileRow(
+        InodeNumber(number), Vid(_id(number)), SegmentId(_id(number + 1000)), state, size, exposed_ns, None, b"name-%d" % number
+    )
+    return row._replace(**fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "mount.db"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[MountDatabase]:
+    with closing(MountDatabase(path)) as opened:
+        yield opened
+
+
+def test_facts_are_set_again(database: MountDatabase) -> None:
+    assert database.fact("boot") is None
+    database.set_fact("boot", b"a")
+    database.set_fact("boot", b"")
+    assert database.fact("boot") == b""
+
+
+def test_rows_come_back_as_they_were_put_also_from_the_next_process(database: MountDatabase, path: Path) -> None:
+    rows = [
+        _row(5, FileState.LOCAL, 1 << 40, 30, path_hint=b"\xff/\x00"),
+        _row(6, FileState.ORPHAN, 0, 10, orphan=b"record", backing_id=4),
+        _row(7, FileState.OPEN, 9, 20),
+    ]
+    for row in rows:
+        database.put_file(row)
+    assert database.files() == [rows[1], rows[2], rows[0]]
+    assert database.file(InodeNumber(5)) == rows[0]
+    assert database.file(InodeNumber(8)) is None
+    database.put_file(rows[0]._replace(size=1))
+    with closing(MountDatabase(path)) as again:
+        assert again.files() == [rows[1], rows[2], rows[0]._replace(size=1)]
+
+
+def test_a_file_and_its_handle_are_put_together(database: MountDatabase) -> None:
+    handle = HandleRow(1 << 40, InodeNumber(5), 0o102001, 1)
+    database.put_file(_row(5, backing_id=3), handle)
+    database.put_handle(HandleRow(7, InodeNumber(5), 0, 1))
+    assert database.handles() == [HandleRow(7, InodeNumber(5), 0, 1), handle]
+    database.remove_handle(7)
+    database.remove_handle(7)
+    assert database.handles() == [handle]
+    database.remove_handle_and_backing(handle.fh, InodeNumber(5))
+    assert database.handles() == []
+    assert database.files() == [_row(5)]
+
+
+def test_a_new_connection_knows_no_handles_and_no_backing_ids(database: MountDatabase) -> None:
+    database.put_file(_row(5, backing_id=3), HandleRow(1, InodeNumber(5), 1, 1))
+    database.put_file(_row(6, backing_id=4))
+    database.forget_handles()
+    assert database.handles() == []
+    assert database.files() == [_row(5), _row(6)]
+
+
+def test_a_protected_version_keeps_its_row_only_while_it_is_used(database: MountDatabase) -> None:
+    database.put_file(_row(5, FileState.LOCAL), HandleRow(1, InodeNumber(5), 0, 1))
+    database.put_file(_row(6, FileState.LOCAL))
+    database.put_file(_row(7, FileState.OPEN))
+    database.set_protected([Vid(_id(number)) for number in (5, 6, 7, 8)])
+    assert [(row.ino, row.state) for row in database.files()] == [(5, FileState.PROTECTED), (7, FileState.OPEN)]
+
+
+def test_states_are_set_by_version_so_that_a_newer_one_is_not_touched(database: MountDatabase) -> None:
+    database.put_file(_row(5))
+    database.put_file(_row(6, vid=Vid(_id(600))))
+    database.set_states([(FileState.LOCAL, 50, Vid(_id(5))), (FileState.LOCAL, 60, Vid(_id(6)))])
+    assert [(row.state, row.size) for row in database.files()] == [(FileState.LOCAL, 50), (FileState.OPEN, 0)]
+
+
+def test_rows_are_removed(database: MountDatabase) -> None:
+    for number in range(5, 9):
+        database.put_file(_row(number))
+    database.remove_files([InodeNumber(5), InodeNumber(7), InodeNumber(99)])
+    assert [row.ino for row in database.files()] == [6, 8]
+
+
+def test_exposure_counts_what_a_death_would_lose(database: MountDatabase) -> None:
+    assert database.exposure() == Exposure(0, 0, None)
+    database.put_file(_row(5, FileState.OPEN, 1000, 50))  # its size is the segment's, not this one
+    database.put_file(_row(6, FileState.LOCAL, 10, 40))
+    database.put_file(_row(7, FileState.LOCAL, 5, 60))
+    database.put_file(_row(8, FileState.PROTECTED, 7, 1))
+    database.put_file(_row(9, FileState.ORPHAN, 7, 2))
+    assert database.exposure() == Exposure(3, 15, 40)
+
+
+def test_versions_wait_in_the_order_of_their_exposure(database: MountDatabase, path: Path) -> None:
+    for number, exposed_ns in ((5, 30), (6, 10), (7, 20), (8, 40)):
+        database.put_file(_row(number, FileState.LOCAL, number, exposed_ns))
+    database.put_file(_row(9, FileState.OPEN, 0, 1))
+    with closing(MountDatabaseReader(path)) as reader:
+        assert [waiting.ino for waiting in reader.waiting(3)] == [6, 7, 5]
+        assert reader.waiting(1) == [WaitingVersion(InodeNumber(6), Vid(_id(6)), SegmentId(_id(1006)), 6, 10, b"name-6")]
+        database.set_protected([Vid(_id(6))])
+        assert [waiting.ino for waiting in reader.waiting(9)] == [7, 5, 8]
+
+
+def test_a_reader_that_comes_before_the_writer_finds_nothing(path: Path) -> None:
+    with closing(MountDatabaseReader(path)) as reader:
+        assert reader.waiting(5) == []
+        assert not path.exists()
+        path.touch()
+        assert reader.waiting(5) == []
+        with closing(MountDatabase(path)) as database:
+            database.put_file(_row(5, FileState.LOCAL))
+            assert [waiting.ino for waiting in reader.waiting(5)] == [5]
+
+
+def test_a_reader_in_another_process_sees_what_was_put_and_holds_nobody_up(database: MountDatabase, path: Path) -> None:
+    database.put_file(_row(5, FileState.LOCAL))
+    code = (
+        "import sys, pathlib; from ckptfs.cache.mount_db import MountDatabaseReader as R;"
+        "r = R(pathlib.Path(sys.argv[1])); [print(len(r.waiting(9)), flush=True) for _ in sys.stdin]"
+    )
+    command = [sys.executable, "-P", "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for count in (1, 2):
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"%d\n" % count
+            database.put_file(_row(6, FileState.LOCAL))
+            database.checkpoint()
+        process.communicate(timeout=10)
+
+
+def test_what_was_put_survives_a_kill_at_any_moment(path: Path) -> None:
+    """The writer is killed between two rows that go together, again and again: a handle never comes without its file."""
+    code = (
+        "import sys, pathlib; from ckptfs.cache.mount_db import *;"
+        "d = MountDatabase(pathlib.Path(sys.argv[1])); print('ready', flush=True);"
+        "i = len(d.handles()) * 7\n"
+        "while True:\n"
+        "    i += 1\n"
+        "    d.put_file(FileRow(i, b'v' * 16, b's' * 16, FileState.OPEN, 0, i, None, b''), HandleRow(i, i, 1, 1))\n"
+        "    print(i, flush=True)"
+    )
+    for kills in range(2):
+        with subprocess.Popen([sys.executable, "-P", "-c", code, str(path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(20 + kills)]
+            process.kill()
+            lines += process.stdout.readlines()
+        told = [int(line) for line in lines[1:] if line.endswith(b"\n")]
+        with closing(MountDatabase(path)) as database:
+            inos = {row.ino for row in database.files()}
+            handles = {handle.ino for handle in database.handles()}
+        assert handles <= inos
+        assert set(told) <= handles
+
+
+# Databases that can't be used
+
+
+def _damaged(path: Path) -> bytes:
+    """A database with rows, checkpointed into its one file."""
+    with closing(MountDatabase(path)) as database:
+        for number in range(200):
+            database.put_file(_row(number + 1))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["no database", "header", "schema", "cut"])
+def test_a_damaged_database_is_refused_by_name_with_the_way_out(path: Path, damage: str) -> None:
+    whole = _damaged(path)
+    path.write_bytes(
+        {
+            "no database": b"this is no database, but long enough to be one\n" * 100,
+            "header": bytes(100) + whole[100:],
+            "schema": whole[:100] + b"\xff" * 900 + whole[1000:],
+            "cut": whole[:3000],
+        }[damage]
+    )
+    with pytest.raises(StoreError, match="delete it, it is rebuilt") as caught:
+        MountDatabase(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_database_of_a_newer_format_is_refused_and_left_alone(path: Path) -> None:
+    with closing(MountDatabase(path)) as database:
+        database.set_fact("format", b"2")
+    with pytest.raises(StoreError, match=r"has format 2, .* use the release that wrote it"):
+        MountDatabase(path)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT value FROM fact WHERE name = 'format'").fetchone() == (b"2",)
+
+
+def test_a_directory_in_its_place_is_refused(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(StoreError, match="can't be opened"):
+        MountDatabase(path)
+
+
+def test_a_put_takes_microseconds(database: MountDatabase) -> None:
+    started = time.perf_counter()
+    for number in range(1, 301):
+        database.put_file(_row(number), HandleRow(number, InodeNumber(number), 1, 1))
+    assert time.perf_counter() - started < 0.3  # 1 ms each; about 30 µs where nothing else runs
