@@ -19,7 +19,7 @@ from ckptfs.cache.catalog_format import (
     version_key,
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put
-from ckptfs.cache.errors import CatalogUnavailable, InvalidMove, NameExists, NameTooLong, NoSuchName, NotADirectory
+from ckptfs.cache.errors import CatalogUnavailable, InodeGone, InvalidMove, NameExists, NameTooLong, NoSuchName, NotADirectory
 from ckptfs.cache.ids import InodeNumber, Vid
 
 ATTEMPTS_MAX = 100
@@ -89,7 +89,7 @@ async def existing_inode(kv: KeyValue, ino: InodeNumber) -> tuple[Inode, int]:
     """The inode's record and its revision. Raises `NoSuchName` when it is gone."""
     entry = await kv.get(inode_key(ino))
     if entry is None:
-        raise NoSuchName(f"inode {ino} does not exist")
+        raise InodeGone(f"inode {ino} does not exist")
     return unpack(Inode, entry.value), entry.mod_revision
 
 

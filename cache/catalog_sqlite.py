@@ -396,10 +396,12 @@ class SqliteCatalog:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    # Opening reads the file, and waits for another process that is opening it; a transaction of this connection never waits.
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint=0")
     connection.execute("PRAGMA cache_size=-8192")
+    connection.execute("PRAGMA busy_timeout=0")
     return connection
 
 

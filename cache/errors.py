@@ -29,6 +29,10 @@ class NoSuchName(NamespaceError):
     """ENOENT: the name or the inode does not exist (any more)."""
 
 
+class InodeGone(NoSuchName):
+    """ESTALE: the inode itself is gone, removed or replaced on another node; the kernel looks the name up again."""
+
+
 class NameExists(NamespaceError):
     """EEXIST: the name is taken."""
 

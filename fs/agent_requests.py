@@ -150,7 +150,7 @@ class AgentRequests:
             await self._members.refresh()
 
     async def _status(self, request: Message) -> Message:
-        members = await self._members.refresh()
+        members = await self._members.refresh(everyone=True)
         return {
             "codec": self._codec_name,
             "stores": [

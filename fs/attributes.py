@@ -6,7 +6,10 @@ kernel may keep nothing; otherwise the record has them.
 
 import os
 
+import msgspec
+
 from ckptfs.cache.catalog_format import Inode
+from ckptfs.cache.errors import InodeGone
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.cache.mount_db import FileState
 from ckptfs.cache.namespace import Namespace
@@ -93,11 +96,16 @@ class AttributeView:
         return fuse.ATTR_OUT.pack(seconds, nanoseconds, 0) + packed
 
     async def current(self, ino: InodeNumber) -> Inode:
-        """The inode's record, also of one whose last name is gone while it is in use. Raises `NoSuchName`."""
+        """The inode's record, also of one whose last name is gone while it is in use. Raises `InodeGone`."""
         file: FileInUse | None = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
             return file.orphan
-        return await self._namespace.inode(ino)
+        try:
+            return await self._namespace.inode(ino)
+        except InodeGone:
+            if file is None or file.record is None or not file.handles:
+                raise
+            return msgspec.structs.replace(file.record, nlink=0)  # removed on another node
 
 
 _MASK = (1 << 64) - 1

@@ -134,6 +134,7 @@ class FileOperations:
             raise OSError(errno.EINVAL, "only regular files are opened here")
         if not writes:
             file = await self._for_reading(ino, inode)
+            file.record = inode
             return self._open_files.open_handle(file, flags, store_row=False)
         if uid != 0:
             await self.clear_privileges(ino, inode)

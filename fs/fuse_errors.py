@@ -13,6 +13,7 @@ class ContentUnreachable(Exception):
 
 
 _TABLE: tuple[tuple[type[Exception], int], ...] = (
+    (cache.InodeGone, errno.ESTALE),
     (cache.NoSuchName, errno.ENOENT),
     (cache.NameExists, errno.EEXIST),
     (cache.NotADirectory, errno.ENOTDIR),

@@ -32,6 +32,7 @@ class FileInUse:
 
     `segment` is None where this node is not its home; then `remote` is the protected version reads come from, or None while they
     come from its home. `descriptor` is read-only, kept from create to seal so that a sync sees every write-back error.
+    `record` is the inode's as of the newest open.
     `generation` grows with every open for writing and every change made through us: what a background step started from is void
     when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is the version last marked
     durable; `replaced_segment` that of the protected version this one replaces, free once this one is local. `sync_failed` is
@@ -58,6 +59,7 @@ class FileInUse:
     write_descriptor: int | None = None
     copy_descriptor: int | None = None
     remote: Version | None = None
+    record: Inode | None = None
     orphan: Inode | None = None
 
     @property

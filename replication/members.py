@@ -72,8 +72,8 @@ class Members:
         self._changed_at_seconds = trio.current_time()
         self._refreshing = trio.Lock()
 
-    async def refresh(self) -> list[Member]:
-        """All stores of the catalog, asked again where the last answer is too old. Raises `CatalogUnavailable`."""
+    async def refresh(self, *, everyone: bool = False) -> list[Member]:
+        """All stores of the catalog, asked again where the last answer is too old, or `everyone`. Raises `CatalogUnavailable`."""
         async with self._refreshing:
             self._stores = await self._list_stores()
             now = trio.current_time()
@@ -82,7 +82,7 @@ class Members:
                     if (
                         store != self.own_store
                         and record.state in (StoreState.IN, StoreState.DRAINING)
-                        and self._is_old(store, now)
+                        and (everyone or self._is_old(store, now))
                     ):
                         nursery.start_soon(self._ask, store, record.address)
             members = self.known()

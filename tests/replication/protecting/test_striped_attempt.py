@@ -62,7 +62,7 @@ class FlakySink:
 
 
 class Stage:
-    """Eight stores on disk, a segment, and a list of what goes wrong: (store number, cell or -1 for the end, error), each once."""
+    """Eight stores on disk, a segment, a list of what goes wrong, each once: (store number, cell or -1 for the end, error)."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.directory = directory
