@@ -1,0 +1,391 @@
+"""The conversation with the kernel, with a SOCK_SEQPACKET pair in the device's place: like it, it keeps messages apart.
+
+What only the real device does (requests withdrawn, the connection aborted) is left to the tests with real mounts.
+"""
+
+import errno
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from ckptfs.cache import errors as cache
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.fuse_errors import ContentUnreachable, errno_of
+from ckptfs.fs.fuse_format import InitFlag, Opcode, RequestHeader
+from ckptfs.fs.fuse_session import WORKERS, FuseSession, Handler, Negotiated
+from ckptfs.fs.local_socket import NodeNotAnswering
+
+OFFERED = (
+    InitFlag.ASYNC_READ
+    | InitFlag.ATOMIC_O_TRUNC
+    | InitFlag.DONT_MASK
+    | InitFlag.POSIX_ACL
+    | InitFlag.MAX_PAGES
+    | InitFlag.INIT_EXT
+    | InitFlag.PASSTHROUGH
+    | InitFlag.HAS_RESEND
+)
+
+
+class Kernel:
+    """The other end: sends requests, takes answers."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.negotiated: list[Negotiated] = []
+        self.answered: list[int] = []
+
+    def send(self, opcode: int, unique: int, body: bytes = b"", nodeid: int = 1) -> None:
+        self.end.send(fuse.IN_HEADER.pack(fuse.IN_HEADER.size + len(body), opcode, unique, nodeid, 0, 0, 1, 0, 0) + body)
+
+    async def receive(self) -> tuple[int, int, bytes]:
+        """(errno, unique, body) of the next message."""
+        with trio.fail_after(5):
+            await trio.lowlevel.wait_readable(self.end)
+        message = self.end.recv(fuse.BUFFER_SIZE)
+        length, error, unique = fuse.OUT_HEADER.unpack_from(message)
+        assert length == len(message)
+        return -error, unique, message[fuse.OUT_HEADER.size :]
+
+    async def ask(self, opcode: int, unique: int, body: bytes = b"") -> tuple[int, int, bytes]:
+        self.send(opcode, unique, body)
+        return await self.receive()
+
+    async def is_silent(self) -> bool:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        try:
+            self.end.recv(fuse.BUFFER_SIZE, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    with ours, theirs:
+        yield ours, theirs
+
+
+Serve = Callable[..., AbstractAsyncContextManager[tuple[Kernel, FuseSession]]]
+
+
+@pytest.fixture
+def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
+    """`async with serve({opcode: handler}) as (kernel, session)`: a session that runs."""
+
+    @asynccontextmanager
+    async def run(
+        handlers: dict[int, Handler], *, allow_passthrough: bool = True, negotiated: Negotiated | None = None
+    ) -> AsyncIterator[tuple[Kernel, FuseSession]]:
+        kernel = Kernel(ends[1])
+        session = FuseSession(
+            ends[0].fileno(),
+            handlers,
+            allow_passthrough=allow_passthrough,
+            negotiated=negotiated,
+            on_negotiated=kernel.negotiated.append,
+            on_answered=kernel.answered.append,
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.run)
+            yield kernel, session
+            nursery.cancel_scope.cancel()
+
+    return run
+
+
+async def _echo(header: RequestHeader, body: memoryview) -> bytes:
+    return bytes(body)
+
+
+# Negotiation
+
+
+def _init(minor: int = 45, offered: InitFlag = OFFERED, *, short: bool = False, readahead: int = 131072) -> bytes:
+    if short:
+        return fuse.INIT_IN_SHORT.pack(7, minor, readahead, offered & 0xFFFFFFFF)
+    return fuse.INIT_IN.pack(7, minor, readahead, offered & 0xFFFFFFFF, offered >> 32) + bytes(44)
+
+
+async def test_what_both_have_is_agreed_on(serve: Serve) -> None:
+    async with serve({}) as (kernel, session):
+        number, unique, body = await kernel.ask(Opcode.INIT, 2, _init())
+        assert (number, unique, len(body)) == (0, 2, 64)
+        major, minor, readahead, low, background, congested, write_size, _, pages, _, high, depth = fuse.INIT_OUT.unpack(body)
+        flags = InitFlag(low | high << 32)
+        assert (major, minor, readahead) == (7, fuse.MINOR, 131072)
+        assert flags == OFFERED & ~(InitFlag.DONT_MASK | InitFlag.POSIX_ACL)
+        assert (write_size, pages, depth) == (1 << 20, 256, 1)
+        assert background >= 64
+        assert congested < background
+        assert kernel.negotiated == [session.negotiated] == [Negotiated(fuse.MINOR, int(flags), True, True)]
+
+
+async def test_passthrough_is_left_out_where_it_is_not_wanted(serve: Serve) -> None:
+    async with serve({}, allow_passthrough=False) as (kernel, _):
+        _, _, body = await kernel.ask(Opcode.INIT, 2, _init())
+        values = fuse.INIT_OUT.unpack(body)
+        assert InitFlag.PASSTHROUGH not in InitFlag(values[3] | values[10] << 32)
+        assert values[11] == 0
+        assert not kernel.negotiated[0].passthrough
+        assert kernel.negotiated[0].resend
+
+
+@pytest.mark.parametrize("short", [True, False])
+async def test_an_older_kernel_gets_what_it_has(serve: Serve, short: bool) -> None:
+    async with serve({}) as (kernel, _):
+        offered = OFFERED & ~InitFlag.INIT_EXT  # the upper word means nothing then
+        number, _, body = await kernel.ask(Opcode.INIT, 2, _init(31, offered, short=short))
+        assert number == 0
+        assert fuse.INIT_OUT.unpack(body)[10:] == (0, 0)
+        assert kernel.negotiated[0].minor == 31
+        assert not kernel.negotiated[0].passthrough
+        assert not kernel.negotiated[0].resend
+
+
+async def test_a_kernel_that_is_too_old_is_refused(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve({}) as (kernel, _):
+        assert await kernel.ask(Opcode.INIT, 2, _init(30)) == (errno.EPROTO, 2, b"")
+        assert kernel.negotiated == []
+    assert "kernel_too_old protocol=7.30 needed=7.31" in caplog.text
+
+
+async def test_the_next_daemon_asks_for_what_was_not_answered_before_anything_else(serve: Serve) -> None:
+    async with serve({Opcode.READ: _echo}, negotiated=Negotiated(41, 0, True, True)) as (kernel, _):
+        kernel.send(Opcode.READ, 8)
+        assert await kernel.receive() == (-fuse.Notification.RESEND, 0, b"")
+        assert await kernel.receive() == (0, 8, b"")
+
+
+# Answers
+
+
+async def test_a_request_gets_its_answer(serve: Serve) -> None:
+    async with serve({Opcode.READ: _echo}) as (kernel, session):
+        for size in (0, 1, fuse.MAX_WRITE):
+            assert await kernel.ask(Opcode.READ, size + 1, bytes(size)) == (0, size + 1, bytes(size))
+        assert session.statistics() == (3, 0)
+        assert kernel.answered == [1, 2, fuse.MAX_WRITE + 1]
+
+
+@pytest.mark.parametrize("opcode", [Opcode.TMPFILE, Opcode.INTERRUPT, 39, 4096, 0])
+async def test_what_nobody_handles_is_not_implemented(serve: Serve, opcode: int) -> None:
+    async with serve({Opcode.READ: _echo}) as (kernel, session):
+        assert await kernel.ask(opcode, 3) == (errno.ENOSYS, 3, b"")
+        assert session.statistics().unexpected_errors == 0
+
+
+async def test_what_needs_no_answer_gets_none(serve: Serve) -> None:
+    async def forget(header: RequestHeader, body: memoryview) -> None:
+        return None
+
+    async with serve({Opcode.FORGET: forget, Opcode.READ: _echo}) as (kernel, _):
+        kernel.send(Opcode.FORGET, 3)
+        assert await kernel.ask(Opcode.READ, 4) == (0, 4, b"")
+
+
+async def test_a_repeated_request_is_handled_under_its_number_and_answered_under_the_new_one(serve: Serve) -> None:
+    async def number(header: RequestHeader, body: memoryview) -> bytes:
+        return b"%d" % header.unique
+
+    async with serve({Opcode.READ: number}) as (kernel, _):
+        assert await kernel.ask(Opcode.READ, fuse.UNIQUE_RESEND | 6) == (0, fuse.UNIQUE_RESEND | 6, b"6")
+        assert kernel.answered == [6]
+
+
+# Errors
+
+FORESEEN: list[tuple[Exception, int]] = [
+    (cache.NoSuchName(), errno.ENOENT),
+    (cache.NameExists(), errno.EEXIST),
+    (cache.NotADirectory(), errno.ENOTDIR),
+    (cache.IsADirectory(), errno.EISDIR),
+    (cache.DirectoryNotEmpty(), errno.ENOTEMPTY),
+    (cache.InvalidMove(), errno.EINVAL),
+    (cache.NameTooLong(), errno.ENAMETOOLONG),
+    (cache.TooManyLinks(), errno.EMLINK),
+    (cache.NoSuchAttribute(), errno.ENODATA),
+    (cache.AttributesTooLarge(), errno.ENOSPC),
+    (cache.NotPermitted(), errno.EPERM),
+    (cache.HeldElsewhere(), errno.EBUSY),
+    (cache.NameMoved(), errno.ESTALE),
+    (cache.CatalogUnavailable(), errno.EIO),
+    (ContentUnreachable(), errno.EIO),
+    (NodeNotAnswering(), errno.EIO),
+    (trio.TooSlowError(), errno.EIO),
+    (OSError(errno.ENOSPC, "full"), errno.ENOSPC),
+    (OSError(errno.EDQUOT, "quota"), errno.EDQUOT),
+    (OSError(errno.EFBIG, "too big"), errno.EFBIG),
+    (FileNotFoundError(errno.ENOENT, "none"), errno.ENOENT),
+]
+UNFORESEEN: list[Exception] = [
+    ValueError("bug"),
+    AssertionError(),
+    OSError("without a number"),
+    cache.DamagedData("record"),
+    cache.StoreError("store"),
+    ExceptionGroup("several", [ValueError()]),
+]
+
+
+def _raising(error: Exception, *, after_waiting: bool) -> Handler:
+    async def handler(header: RequestHeader, body: memoryview) -> bytes:
+        if after_waiting:
+            await trio.sleep(0)
+        raise error
+
+    return handler
+
+
+def test_every_answer_of_the_namespace_has_a_number() -> None:
+    kinds = {kind for kind in vars(cache).values() if isinstance(kind, type) and issubclass(kind, cache.NamespaceError)}
+    assert {kind for kind in kinds - {cache.NamespaceError} if errno_of(kind()) is None} == set()
+
+
+@pytest.mark.parametrize("after_waiting", [False, True])
+@pytest.mark.parametrize(("error", "number"), FORESEEN, ids=lambda value: type(value).__name__)
+async def test_foreseen_errors_have_their_number_and_are_not_logged(
+    serve: Serve, error: Exception, number: int, after_waiting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve({Opcode.READ: _raising(error, after_waiting=after_waiting)}) as (kernel, session):
+        assert await kernel.ask(Opcode.READ, 5) == (number, 5, b"")
+        assert session.statistics().unexpected_errors == 0
+        assert kernel.answered == [5]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("after_waiting", [False, True])
+@pytest.mark.parametrize("error", UNFORESEEN, ids=lambda value: type(value).__name__)
+async def test_an_error_nobody_foresaw_is_an_io_error_with_its_traceback_in_the_log_and_the_session_lives(
+    serve: Serve, error: Exception, after_waiting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    handlers = {Opcode.READ: _raising(error, after_waiting=after_waiting), Opcode.WRITE: _echo}
+    async with serve(handlers) as (kernel, session):
+        assert await kernel.ask(Opcode.READ, 5) == (errno.EIO, 5, b"")
+        assert session.statistics().unexpected_errors == 1
+        assert await kernel.ask(Opcode.WRITE, 6, b"x") == (0, 6, b"x")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == f"request_failed opcode={Opcode.READ} inode=1"
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+async def test_a_request_cut_short_is_an_io_error(serve: Serve) -> None:
+    async def handler(header: RequestHeader, body: memoryview) -> bytes:
+        return b"%d" % fuse.READ_IN.unpack_from(body)[0]
+
+    async with serve({Opcode.READ: handler}) as (kernel, session):
+        for length in range(fuse.READ_IN.size):
+            assert (await kernel.ask(Opcode.READ, 5, bytes(length)))[0] == errno.EIO
+        assert (await kernel.ask(Opcode.READ, 5, bytes(fuse.READ_IN.size)))[0] == 0
+        assert session.statistics().unexpected_errors == fuse.READ_IN.size
+
+
+async def test_an_answer_the_device_refuses_ends_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def too_much(header: RequestHeader, body: memoryview) -> bytes:
+        return bytes(64 << 20)
+
+    async with serve({Opcode.READ: too_much, Opcode.WRITE: _echo}) as (kernel, session):
+        kernel.send(Opcode.READ, 5)
+        assert await kernel.ask(Opcode.WRITE, 6) == (0, 6, b"")
+        assert session.statistics().unexpected_errors == 1
+    assert "answer_refused" in caplog.text
+
+
+# Waiting
+
+
+class Gate:
+    """A handler that waits until it is opened, then answers what it was asked."""
+
+    def __init__(self) -> None:
+        self.opened = trio.Event()
+        self.waiting = 0
+
+    async def __call__(self, header: RequestHeader, body: memoryview) -> bytes:
+        self.waiting += 1
+        await self.opened.wait()
+        return bytes(body)
+
+
+async def test_one_that_waits_holds_up_nobody_and_keeps_its_request(serve: Serve) -> None:
+    gate = Gate()
+    async with serve({Opcode.READ: gate, Opcode.WRITE: _echo}) as (kernel, _):
+        kernel.send(Opcode.READ, 1, b"first" * 1000)
+        for unique in range(2, 50):
+            assert await kernel.ask(Opcode.WRITE, unique, b"%d" % unique * 2000) == (0, unique, b"%d" % unique * 2000)
+        assert gate.waiting == 1
+        gate.opened.set()
+        assert await kernel.receive() == (0, 1, b"first" * 1000)
+
+
+async def test_as_many_may_wait_as_there_are_workers_and_the_rest_comes_after(serve: Serve) -> None:
+    gate = Gate()
+    async with serve({Opcode.READ: gate, Opcode.WRITE: _echo}) as (kernel, _):
+        for unique in range(WORKERS):
+            kernel.send(Opcode.READ, unique, b"%d" % unique)
+            if unique == WORKERS - 2:
+                assert await kernel.ask(Opcode.WRITE, 1000, b"w") == (0, 1000, b"w")
+        await trio.testing.wait_all_tasks_blocked()
+        assert gate.waiting == WORKERS
+        kernel.send(Opcode.WRITE, 1001, b"w")
+        assert await kernel.is_silent()
+        gate.opened.set()
+        answers = {(await kernel.receive())[1:] for _ in range(WORKERS + 1)}
+        assert answers == {(unique, b"%d" % unique) for unique in range(WORKERS)} | {(1001, b"w")}
+
+
+async def test_requests_without_end_leave_other_tasks_their_turn(serve: Serve) -> None:
+    """Each request is followed by the next before it is answered, so that the listener never finds the device empty."""
+    turns = requests = 0
+
+    async def followed(header: RequestHeader, body: memoryview) -> bytes:
+        nonlocal requests
+        requests += 1
+        if turns < 20 and requests < 100_000:
+            kernel.send(Opcode.READ, header.unique + 1)
+        return b""
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+            while True:
+                try:
+                    kernel.end.recv(fuse.BUFFER_SIZE)
+                except BlockingIOError:
+                    break
+
+    async with serve({Opcode.READ: followed}) as (kernel, _), trio.open_nursery() as nursery:
+        kernel.send(Opcode.READ, 1)
+        nursery.start_soon(take_turns)
+        with trio.fail_after(20):
+            while turns < 20:
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    assert requests < 100_000
+
+
+async def test_a_session_that_ends_cancels_what_waits(serve: Serve) -> None:
+    gate = Gate()
+    async with serve({Opcode.READ: gate}) as (kernel, _):
+        kernel.send(Opcode.READ, 1)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert gate.waiting == 1
+    assert kernel.answered == []
+
+
+def test_a_descriptor_that_select_cannot_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="select"):
+        FuseSession(1024, {}, allow_passthrough=False, negotiated=None, on_negotiated=lambda agreed: None)
