@@ -35,7 +35,20 @@ CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
 CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS file_vid ON file(vid);
 CREATE INDEX IF NOT EXISTS handle_ino ON handle(ino);
+CREATE VIEW IF NOT EXISTS opened AS
+    SELECT *, 0 AS fh, 0 AS flags, 0 AS lane FROM file;
+CREATE TRIGGER IF NOT EXISTS opened_put INSTEAD OF INSERT ON opened BEGIN
+    INSERT OR REPLACE INTO file VALUES(
+        NEW.ino, NEW.vid, NEW.segment, NEW.state, NEW.size, NEW.exposed_ns, NEW.backing_id, NEW.path_hint, NEW.orphan);
+    INSERT OR REPLACE INTO handle VALUES(NEW.fh, NEW.ino, NEW.flags, NEW.lane);
+END;
+CREATE VIEW IF NOT EXISTS last_handle AS SELECT * FROM handle;
+CREATE TRIGGER IF NOT EXISTS last_handle_closed INSTEAD OF DELETE ON last_handle BEGIN
+    DELETE FROM handle WHERE fh = OLD.fh;
+    UPDATE file SET backing_id = NULL WHERE ino = OLD.ino;
+END;
 """
+# The views make two changes one statement: half the cost of BEGIN, two statements and COMMIT, on the path of every create.
 
 
 class FileState(enum.IntEnum):
@@ -146,10 +159,9 @@ class MountDatabase:
         if handle is None:
             self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             return
-        self._execute("BEGIN")
-        self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
-        self._execute("COMMIT")
+        self._execute(
+            "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, handle.fh, handle.flags, handle.lane)
+        )
 
     def put_handle(self, handle: HandleRow) -> None:
         self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
@@ -157,12 +169,9 @@ class MountDatabase:
     def remove_handle(self, fh: int) -> None:
         self._execute("DELETE FROM handle WHERE fh = ?", (fh,))
 
-    def remove_handle_and_backing(self, fh: int, ino: InodeNumber) -> None:
+    def remove_handle_and_backing(self, fh: int) -> None:
         """The last handle of a file is gone, and its backing id was closed."""
-        self._execute("BEGIN")
-        self._execute("DELETE FROM handle WHERE fh = ?", (fh,))
-        self._execute("UPDATE file SET backing_id = NULL WHERE ino = ?", (ino,))
-        self._execute("COMMIT")
+        self._execute("DELETE FROM last_handle WHERE fh = ?", (fh,))
 
     def set_states(self, changes: Iterable[tuple[FileState, int, Vid]]) -> None:
         """Set (state, size) of the rows with these vids."""

@@ -182,7 +182,7 @@ class OpenFiles:
         if file.backing_id is not None and self._backing is not None:
             self._backing.close(file.backing_id)
             file.backing_id = None
-            self._database.remove_handle_and_backing(handle.fh, file.ino)
+            self._database.remove_handle_and_backing(handle.fh)
         else:
             self._database.remove_handle(handle.fh)
 

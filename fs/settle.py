@@ -7,6 +7,7 @@ less often. A seal that fails for the disk is loud and final for the segment: no
 
 import heapq
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -69,7 +70,10 @@ class Settler:
         return len(self._due)
 
     def _schedule(self, file: FileInUse, delay_seconds: float) -> None:
-        file.settle_at = trio.current_time() + delay_seconds
+        # Deadlines fall on common ticks: what was closed at about the same time is sealed in one batch, and shares the journal
+        # commits that new files would otherwise wait for again and again.
+        tick_seconds = max(delay_seconds / 4, 0.01)
+        file.settle_at = math.ceil((trio.current_time() + delay_seconds) / tick_seconds) * tick_seconds
         self._due[file.ino] = file
         heapq.heappush(self._order, (file.settle_at, file.ino))
         self._wake.set()

@@ -68,7 +68,7 @@ def test_a_file_and_its_handle_are_put_together(database: MountDatabase) -> None
     database.remove_handle(7)
     database.remove_handle(7)
     assert database.handles() == [handle]
-    database.remove_handle_and_backing(handle.fh, InodeNumber(5))
+    database.remove_handle_and_backing(handle.fh)
     assert database.handles() == []
     assert database.files() == [_row(5)]
 
