@@ -29,7 +29,7 @@ class NameOperations:
         self._view = view
         self._files = files
         self._listings: dict[int, list[DirectoryItem]] = {}
-        self._next_listing = 1
+        self._next_listing = namespace.now_ns()  # no number of an earlier daemon, whose listings the kernel may still read from
 
     def handlers(self) -> dict[int, Handler]:
         return {
