@@ -72,12 +72,18 @@ async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeC
 
 
 async def attempt_set_xattr(kv: KeyValue, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, now_ns: int) -> Inode:
-    """One attempt. Raises `NameExists` (CREATE), `NoSuchAttribute` (REPLACE), `AttributesTooLarge`, `NameTooLong`."""
+    """One attempt. Raises as `with_xattr`, and `NoSuchName`."""
+    inode, revision = await existing_inode(kv, ino)
+    return await _commit_record(kv, ino, revision, with_xattr(inode, ino, name, value, flags, now_ns))
+
+
+def with_xattr(inode: Inode, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, now_ns: int) -> Inode:
+    """The record with the attribute. Raises `NameExists` (CREATE), `NoSuchAttribute` (REPLACE), `AttributesTooLarge`,
+    `NameTooLong`, `InvalidMove` for flags that contradict each other."""
     if flags not in (XattrFlags(0), XattrFlags.CREATE, XattrFlags.REPLACE):
         raise InvalidMove(f"xattr flags {int(flags):#x} are unknown or contradict each other")
     if len(name) > NAME_SIZE_MAX:
         raise NameTooLong(f"an attribute's name has {len(name)} bytes, at most {NAME_SIZE_MAX} are possible")
-    inode, revision = await existing_inode(kv, ino)
     if flags & XattrFlags.CREATE and name in inode.xattrs:
         raise NameExists(f"inode {ino} has an attribute {name!r}")
     if flags & XattrFlags.REPLACE and name not in inode.xattrs:
@@ -86,21 +92,23 @@ async def attempt_set_xattr(kv: KeyValue, ino: InodeNumber, name: bytes, value: 
     size_bytes = sum(len(key) + len(content) for key, content in xattrs.items())
     if size_bytes > XATTRS_SIZE_BYTES_MAX:
         raise AttributesTooLarge(f"the attributes of inode {ino} would take {size_bytes} bytes of {XATTRS_SIZE_BYTES_MAX}")
-    return await _commit_xattrs(kv, ino, inode, revision, xattrs, now_ns)
+    return msgspec.structs.replace(inode, xattrs=xattrs, ctime_ns=now_ns)
 
 
 async def attempt_remove_xattr(kv: KeyValue, ino: InodeNumber, name: bytes, now_ns: int) -> Inode:
     """One attempt. Raises `NoSuchAttribute`, `NoSuchName`."""
     inode, revision = await existing_inode(kv, ino)
+    return await _commit_record(kv, ino, revision, without_xattr(inode, ino, name, now_ns))
+
+
+def without_xattr(inode: Inode, ino: InodeNumber, name: bytes, now_ns: int) -> Inode:
+    """The record without the attribute. Raises `NoSuchAttribute`."""
     if name not in inode.xattrs:
         raise NoSuchAttribute(f"inode {ino} has no attribute {name!r}")
     xattrs = {key: value for key, value in inode.xattrs.items() if key != name}
-    return await _commit_xattrs(kv, ino, inode, revision, xattrs, now_ns)
+    return msgspec.structs.replace(inode, xattrs=xattrs, ctime_ns=now_ns)
 
 
-async def _commit_xattrs(
-    kv: KeyValue, ino: InodeNumber, inode: Inode, revision: int, xattrs: dict[bytes, bytes], now_ns: int
-) -> Inode:
-    changed = msgspec.structs.replace(inode, xattrs=xattrs, ctime_ns=now_ns)
+async def _commit_record(kv: KeyValue, ino: InodeNumber, revision: int, changed: Inode) -> Inode:
     await commit(kv, [Unchanged(inode_key(ino), revision)], [Put(inode_key(ino), pack(changed))])
     return changed

@@ -77,6 +77,13 @@ class Segments:
             raise
         return descriptor
 
+    def size(self, segment: SegmentId) -> int:
+        """The segment's size in bytes; 0 if it does not exist."""
+        try:
+            return os.stat(self.path_of(segment)).st_size
+        except FileNotFoundError:
+            return 0
+
     def inode_of(self, descriptor: int) -> InodeNumber:
         """The inode a segment says it belongs to. Raises `DamagedData` if it doesn't say."""
         try:

@@ -5,15 +5,14 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 
 import trio
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
 from ckptfs.cache.errors import HeldElsewhere, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
-from ckptfs.cache.inode_changes import AttributeChanges, applied
+from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags, applied, with_xattr, without_xattr
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.removal import Removed
@@ -61,7 +60,6 @@ class FileOperations:
         self._settler = settler
         self._reclaimer = reclaimer
         self._store = store
-        self._opening: dict[InodeNumber, trio.Lock] = {}
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -85,14 +83,45 @@ class FileOperations:
         try:
             file, inode = await self._make(parent, name, mode, header.uid, header.gid)
         except NameExists:
-            if flags & os.O_EXCL:
-                raise
-            # Another node made the name after this kernel had looked it up.
             ino, inode = await self._namespace.lookup(parent, name)
-            handle = await self._open(ino, flags, header.uid)
-            return await self._view.entry(ino, inode) + _open_reply(handle)
-        handle = self._open_files.open_handle(file, flags, store_row=True)
+            if inode.open is None or not await self._drop_unfinished(ino):
+                if flags & os.O_EXCL:
+                    raise
+                # Another node made the name after this kernel had looked it up.
+                handle = await self._open(ino, flags, header.uid)
+                return await self._view.entry(ino, inode) + _open_reply(handle)
+            file, inode = await self._make(parent, name, mode, header.uid, header.gid)
+        handle = self._open_handle_for_writing(file, flags)
         return await self._view.entry(file.ino, inode) + _open_reply(handle)
+
+    def _open_handle_for_writing(self, file: FileInUse, flags: int) -> Handle:
+        try:
+            return self._open_files.open_handle(file, flags, store_row=True)
+        except OSError:
+            if not file.writers:  # nobody will close it
+                self._settler.closed(file)
+            raise
+
+    async def _drop_unfinished(self, ino: InodeNumber) -> bool:
+        """Drop a version that an earlier daemon was killed in the making of; says whether there was one.
+
+        Nobody was given a handle of it, because its row in `mount.db` is written before the answer, and its segment is empty. The
+        name shows what it had before, or goes.
+        """
+        async with self._open_files.alone(ino):
+            inode = await self._namespace.inode(ino)
+            vid = inode.open
+            if vid is None or self._view.written_elsewhere(inode) or self._open_files.get(ino) is not None:
+                return False
+            version, row = await self._versions.version(vid), self._database.file(ino)
+            if version is None or version.durable or (row is not None and row.segment == version.segment):
+                return False
+            if self._segments.size(version.segment):
+                return False
+            await self._versions.drop_open(ino, vid)
+            self._reclaimer.segment(version.segment, at_once=True)
+            log.warning("unfinished_version_dropped inode=%d: this process was killed while it made the file", ino)
+            return True
 
     async def make_empty(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> bytes:
         """A regular file by mknod(2): made, and closed at once. Returns its `fuse_entry_out`."""
@@ -133,13 +162,17 @@ class FileOperations:
         if not inode.is_regular:
             raise OSError(errno.EINVAL, "only regular files are opened here")
         if not writes:
+            if inode.open is not None and file is None and await self._drop_unfinished(ino):
+                raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
             file = await self._for_reading(ino, inode)
             file.record = inode
             return self._open_files.open_handle(file, flags, store_row=False)
+        if inode.open is not None and file is None and await self._drop_unfinished(ino):
+            raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
         if uid != 0:
             await self.clear_privileges(ino, inode)
         file = await self.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
-        handle = self._open_files.open_handle(file, flags, store_row=True)
+        handle = self._open_handle_for_writing(file, flags)
         if not handle.writable:  # O_RDONLY | O_TRUNC
             self._settler.closed(file)
         return handle
@@ -157,16 +190,6 @@ class FileOperations:
         mode = without_privileges(inode.mode)
         if mode != inode.mode:
             await self._namespace.set_attributes(ino, AttributeChanges(mode=mode))
-
-    @asynccontextmanager
-    async def _one_at_a_time(self, ino: InodeNumber) -> AsyncIterator[None]:
-        lock = self._opening.setdefault(ino, trio.Lock())
-        try:
-            async with lock:
-                yield
-        finally:
-            if not lock.statistics().tasks_waiting and not lock.locked():
-                self._opening.pop(ino, None)
 
     async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
         file = self._open_files.get(ino)
@@ -223,7 +246,7 @@ class FileOperations:
 
     async def for_writing(self, ino: InodeNumber, *, truncate: bool) -> FileInUse:
         """The file with this node as its home and its version open. Raises `HeldElsewhere`, `ContentUnreachable`, `OSError`."""
-        async with self._one_at_a_time(ino):
+        async with self._open_files.alone(ino):
             inode = await self._namespace.inode(ino)
             if self._view.written_elsewhere(inode):
                 raise HeldElsewhere(f"inode {ino} is being written on another node")
@@ -274,15 +297,24 @@ class FileOperations:
     async def _move_here(self, ino: InodeNumber, inode: Inode, copy: str | None) -> FileInUse:
         """A new segment, empty or with the bytes of a verified copy; the home is this node from now on."""
         segment = new_segment_id()
-        opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
-        try:
-            if copy is None:
+        if copy is None:
+            opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
+            try:
                 descriptor = self._segments.create(segment, ino)
-            else:
-                descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy)
-        except OSError:
-            await self._versions.drop_open(ino, opened.vid)
-            raise
+            except OSError:
+                await self._versions.drop_open(ino, opened.vid)
+                raise
+        else:
+            # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
+            descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy)
+            try:
+                if (await self._namespace.inode(ino)).cur != inode.cur:
+                    raise NameMoved(f"inode {ino} has other content now than was copied")
+                opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
+            except BaseException:
+                os.close(descriptor)
+                self._segments.remove(segment)
+                raise
         replaced = None if inode.cur is None else await self._versions.version(inode.cur)
         now = self._namespace.now_ns()
         file = self._open_files.get(ino)
@@ -316,7 +348,11 @@ class FileOperations:
         file = self._open_files.get(ino) if handle is None else handle.file
         if file is None or file.orphan is None:
             file = await self.for_writing(ino, truncate=False)
-        await trio.to_thread.run_sync(self._truncate, file, size)
+        file.writers += 1  # so that it isn't sealed while the thread has it
+        try:
+            await trio.to_thread.run_sync(self._truncate, file, size)
+        finally:
+            file.writers -= 1
         if not file.writers:
             self._settler.closed(file)
 
@@ -337,9 +373,30 @@ class FileOperations:
         """Change the inode's record, also of one whose last name is gone while it is in use."""
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
-            file.orphan = applied(file.orphan, changes, self._namespace.now_ns())
-            return file.orphan
+            return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()))
         return await self._namespace.set_attributes(ino, changes)
+
+    async def set_xattr(self, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags) -> None:
+        """As `Namespace.set_xattr`, also of a file whose last name is gone while it is in use."""
+        file = self._open_files.get(ino)
+        if file is None or file.orphan is None:
+            await self._namespace.set_xattr(ino, name, value, flags)
+        else:
+            self._keep_orphan(file, with_xattr(file.orphan, ino, name, value, flags, self._namespace.now_ns()))
+
+    async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
+        """As `Namespace.remove_xattr`, also of a file whose last name is gone while it is in use."""
+        file = self._open_files.get(ino)
+        if file is None or file.orphan is None:
+            await self._namespace.remove_xattr(ino, name)
+        else:
+            self._keep_orphan(file, without_xattr(file.orphan, ino, name, self._namespace.now_ns()))
+
+    def _keep_orphan(self, file: FileInUse, record: Inode) -> Inode:
+        file.orphan = record
+        if file.is_home:
+            self._database.put_file(self._open_files.row(file))
+        return record
 
     async def fallocate(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, length, mode, _ = fuse.FALLOCATE_IN.unpack_from(body)
@@ -539,6 +596,6 @@ async def _pread(descriptor: int, size: int, offset: int) -> bytes:
         count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
         if count == size:
             return bytes(buffer)
-    except BlockingIOError:
+    except OSError:  # not in memory, or a file system that can't say
         pass
     return await trio.to_thread.run_sync(os.pread, descriptor, size, offset)

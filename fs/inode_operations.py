@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from ckptfs.cache.ids import InodeNumber
-from ckptfs.cache.inode_changes import AttributeChanges
+from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
@@ -97,11 +97,11 @@ class InodeOperations:
             raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
         if len(value) > VALUE_SIZE_MAX:
             raise OSError(errno.E2BIG, "the attribute's value is too large")
-        await self._namespace.set_xattr(InodeNumber(header.nodeid), name, value, flags)
+        await self._files.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags))
         return b""
 
     async def removexattr(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._namespace.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]))
+        await self._files.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]))
         return b""
 
     async def statfs(self, header: RequestHeader, body: memoryview) -> bytes:

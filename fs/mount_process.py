@@ -109,7 +109,9 @@ class MountProcess:
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._durability = Durability(namespace, versions, self._size_of)
         self._parity_shards = settings.parity_shards
-        recovery = MountRecovery(self._database, versions, segments, open_files, settler, reclaimer, files.reopen)
+        recovery = MountRecovery(
+            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
+        )
         await recovery.run()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)

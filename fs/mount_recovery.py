@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, VersionState, unpack
-from ckptfs.cache.ids import InodeNumber, SegmentId
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
+from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.open_files import FileInUse, OpenFiles
@@ -30,6 +32,8 @@ class MountRecovery:
     def __init__(
         self,
         database: MountDatabase,
+        store: StoreId,
+        namespace: Namespace,
         versions: Versions,
         segments: Segments,
         open_files: OpenFiles,
@@ -38,6 +42,8 @@ class MountRecovery:
         reopen: Callable[[InodeNumber], Awaitable[FileInUse | None]],
     ) -> None:
         self._database = database
+        self._store = store
+        self._namespace = namespace
         self._versions = versions
         self._segments = segments
         self._open_files = open_files
@@ -51,6 +57,8 @@ class MountRecovery:
         handles = self._database.handles()
         in_use = {handle.ino for handle in handles}
         restored = dropped = 0
+        if power_was_cut or self._database.fact(BOOT_FACT) is None:
+            await self._add_unknown()
         for row in self._database.files():
             if await self._restore(row, in_use=row.ino in in_use, power_was_cut=power_was_cut):
                 restored += 1
@@ -72,6 +80,8 @@ class MountRecovery:
     async def _restore(self, row: FileRow, *, in_use: bool, power_was_cut: bool) -> bool:
         """Take the row up; False if there is nothing to it any more, and then the row and its segment are gone."""
         version = await self._versions.version(row.vid)
+        if version is None and not row.orphan:
+            row, version = await self._carried_on(row)
         if version is not None and version.state is VersionState.OPEN and power_was_cut and not version.durable:
             await self._versions.drop_open(row.ino, row.vid)
             log.warning(
@@ -82,6 +92,8 @@ class MountRecovery:
             return self._gone(row, row.segment)
         if version is None and not in_use:
             return self._gone(row, row.segment)
+        if row.state is FileState.ORPHAN and not in_use:
+            return self._gone(row, None)  # the file that replaced it may fall back to these bytes
         if version is not None and version.state in (VersionState.LOCAL, VersionState.PROTECTED) and not in_use:
             self._sealed(row, version)
             return True
@@ -92,16 +104,46 @@ class MountRecovery:
                 await self._versions.drop_open(row.ino, row.vid)
                 log.error("segment_missing inode=%d segment=%s: the open version is dropped", row.ino, row.segment.hex())
             return self._gone(row, None)
-        state = FileState.ORPHAN if version is None else _STATES.get(version.state, FileState.PROTECTED)
+        nameless = version is None or row.state is FileState.ORPHAN
+        state = FileState.ORPHAN if version is None or nameless else _STATES.get(version.state, FileState.PROTECTED)
         file = FileInUse(
             row.ino, state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
         )
-        if version is None:
+        if nameless:
             file.orphan = unpack(Inode, row.orphan) if row.orphan else _NAMELESS
-        elif version.durable:
+        elif version is not None and version.durable:
             file.durable_vid = row.vid
         self._open_files.add(file)
         return True
+
+    async def _add_unknown(self) -> None:
+        """Rows for files of this store that the database does not have: it is new, or a power cut took its newest rows."""
+        known = {row.vid for row in self._database.files()}
+        versions = await self._versions.local_versions(self._store)
+        for vid, version in sorted(versions, key=lambda item: item[1].state is VersionState.OPEN):  # one row each, the open one's
+            if vid in known:
+                continue
+            try:
+                inode = await self._namespace.inode(version.ino)
+            except NoSuchName:
+                continue
+            if vid in (inode.cur, inode.open):
+                now = self._namespace.now_ns()
+                row = FileRow(version.ino, vid, version.segment, _STATES[version.state], version.size, now, None, b"")
+                self._database.put_file(row)
+
+    async def _carried_on(self, row: FileRow) -> tuple[FileRow, Version | None]:
+        """A file that was opened again, in the same segment, by a process that was killed before it could write that down."""
+        try:
+            vid = (await self._namespace.inode(row.ino)).open
+        except NoSuchName:
+            return row, None
+        version = None if vid is None else await self._versions.version(vid)
+        if vid is None or version is None or version.segment != row.segment:
+            return row, None
+        row = row._replace(vid=vid, state=FileState.OPEN)
+        self._database.put_file(row)
+        return row, version
 
     def _sealed(self, row: FileRow, version: Version) -> None:
         """A version that became local or protected before the database was told."""
