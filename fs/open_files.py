@@ -6,8 +6,11 @@ the other lane with EIO. The table is the process's memory of `mount.db`; what m
 
 import enum
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+
+import trio
 
 from ckptfs.cache.catalog_format import Inode, Version, pack
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
@@ -86,6 +89,7 @@ class OpenFiles:
         self._backing = backing
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
+        self._locks: dict[InodeNumber, trio.Lock] = {}
         self._next_fh = int(database.fact("next_fh") or b"1")
         self._fh_limit = self._next_fh
 
@@ -103,6 +107,36 @@ class OpenFiles:
 
     def add(self, file: FileInUse) -> None:
         self._files[file.ino] = file
+
+    @asynccontextmanager
+    async def alone(self, ino: InodeNumber) -> AsyncIterator[None]:
+        """Inside, nobody else begins to write the inode, and no version of it becomes local."""
+        lock = self._locks.setdefault(ino, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            self._forget_lock(ino, lock)
+
+    @contextmanager
+    def alone_where_free(self, inos: Iterable[InodeNumber]) -> Iterator[set[InodeNumber]]:
+        """As `alone`, for those of the inodes that nobody else is alone with now; which they are."""
+        held: dict[InodeNumber, trio.Lock] = {}
+        try:
+            for ino in inos:
+                lock = self._locks.setdefault(ino, trio.Lock())
+                if not lock.locked():
+                    lock.acquire_nowait()
+                    held[ino] = lock
+            yield set(held)
+        finally:
+            for ino, lock in held.items():
+                lock.release()
+                self._forget_lock(ino, lock)
+
+    def _forget_lock(self, ino: InodeNumber, lock: trio.Lock) -> None:
+        if not lock.locked() and not lock.statistics().tasks_waiting:
+            self._locks.pop(ino, None)
 
     def serve_only(self) -> None:
         """The kernel has no passthrough: every inode takes the served lane."""

@@ -87,8 +87,8 @@ class Settler:
                 with trio.move_on_after(wait_seconds):
                     await self._wake.wait()
                 continue
-            await self.settle_due(everything=self._hurry)
-            self._hurry = False
+            everything, self._hurry = self._hurry, False  # whoever is in a hurry from here on means what is closed by then
+            await self.settle_due(everything=everything)
 
     async def settle_due(self, *, everything: bool) -> None:
         """Seal and commit what is due, or everything that is closed."""
@@ -131,7 +131,7 @@ class Settler:
                 self._after(file)
 
     async def _commit(self, file_of: dict[bytes, FileInUse], results: list[Sealed | SealFailed]) -> None:
-        commits = []
+        sealed = []
         for result in results:
             file = file_of[result.candidate.vid]
             if isinstance(result, SealFailed):
@@ -142,14 +142,19 @@ class Settler:
                     result.candidate.segment.hex(),
                     result.error.strerror,
                 )
-            elif result.candidate.still_wanted():
-                commits.append(
-                    LocalCommit(
-                        file.ino, file.vid, result.size, result.root, result.cell_size, result.mtime_ns, release_writer=True
-                    )
-                )
-        if not commits:
+            else:
+                sealed.append(result)
+        # While the transaction is under way nobody begins to write: the root would stand for bytes that are not there any more.
+        with self._open_files.alone_where_free(result.candidate.ino for result in sealed) as free:
+            await self._commit_sealed(file_of, [r for r in sealed if r.candidate.ino in free and r.candidate.still_wanted()])
+
+    async def _commit_sealed(self, file_of: dict[bytes, FileInUse], sealed: list[Sealed]) -> None:
+        if not sealed:
             return
+        commits = [
+            LocalCommit(r.candidate.ino, r.candidate.vid, r.size, r.root, r.cell_size, r.mtime_ns, release_writer=True)
+            for r in sealed
+        ]
         sizes = {commit.vid: commit.size for commit in commits}
         committed = await self._versions.commit_local(commits)
         for vid in committed.vids:
