@@ -1,0 +1,298 @@
+"""A node's mount without a kernel: the handlers on a real catalog and a real store, asked directly.
+
+The kernel's side is left out (no passthrough, no permission checks, no cache); the agent does not answer, so that bytes of
+another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
+"""
+
+import errno
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.ids import InodeNumber, NodeId
+from ckptfs.cache.mount_db import MountDatabase
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.seal import Sealer
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.versions import Versions
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.files import FileOperations
+from ckptfs.fs.fuse_errors import errno_of
+from ckptfs.fs.fuse_format import Opcode, RequestHeader
+from ckptfs.fs.inode_operations import InodeOperations
+from ckptfs.fs.local_socket import LocalClient
+from ckptfs.fs.mount_recovery import MountRecovery
+from ckptfs.fs.names import NameOperations
+from ckptfs.fs.open_files import OpenFiles
+from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.settle import Settler
+
+CELL = 64 << 10
+SETTLE_SECONDS = 2.0
+
+
+class Attributes(NamedTuple):
+    """What stat shows of it."""
+
+    ino: int
+    size: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    blocks: int
+    rdev: int
+
+
+class Listed(NamedTuple):
+    """One entry of a directory that was read."""
+
+    ino: int
+    cookie: int
+    name: bytes
+
+
+def unpack_attributes(packed: bytes) -> Attributes:
+    ino, size, blocks, atime, mtime, ctime, atimensec, mtimensec, ctimensec, mode, nlink, uid, gid, rdev, _, _ = (
+        fuse.ATTRIBUTES.unpack(packed)
+    )
+    atime_ns, mtime_ns, ctime_ns = (
+        (seconds - (1 << 64) if seconds >> 63 else seconds) * 10**9 + nanoseconds
+        for seconds, nanoseconds in ((atime, atimensec), (mtime, mtimensec), (ctime, ctimensec))
+    )
+    return Attributes(ino, size, mode, nlink, uid, gid, atime_ns, mtime_ns, ctime_ns, blocks, rdev)
+
+
+class Clock:
+    """Wall time, as segments have it, that never stands still."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def __call__(self) -> int:
+        self._newest = max(self._newest + 1, time.time_ns())
+        return self._newest
+
+
+@dataclass
+class BareNode:
+    """One life of a mount process. Names are asked for by parent and name, as the kernel does."""
+
+    store: StoreDirectory
+    kv: SqliteCatalog
+    namespace: Namespace
+    versions: Versions
+    segments: Segments
+    database: MountDatabase
+    open_files: OpenFiles
+    settler: Settler
+    reclaimer: Reclaimer
+    files: FileOperations
+    names: NameOperations
+    inodes: InodeOperations
+    told: list[str]
+    alive: bool = True
+
+    async def ask(self, opcode: int, ino: int, body: bytes = b"", *, unique: int = 2, uid: int = 0, gid: int = 0) -> bytes:
+        handlers = self.names.handlers() | self.files.handlers() | self.inodes.handlers()
+        header = RequestHeader(fuse.IN_HEADER.size + len(body), opcode, unique, ino, uid, gid, 1, 0, 0)
+        with memoryview(body) as view:
+            answer = await handlers[opcode](header, view)
+        return answer or b""
+
+    async def errno(self, awaitable: Awaitable[object]) -> str:
+        """The name of the error a request got; "" if it got none."""
+        try:
+            await awaitable
+        except Exception as error:
+            number = errno_of(error)
+            if number is None:
+                raise
+            return errno.errorcode[number]
+        return ""
+
+    # Names
+
+    async def lookup(self, parent: int, name: bytes) -> Attributes:
+        return unpack_attributes((await self.ask(Opcode.LOOKUP, parent, name + b"\0"))[fuse.ENTRY_OUT.size :])
+
+    async def create(
+        self, name: bytes, parent: int = 1, flags: int = os.O_RDWR, mode: int = 0o100644, **header: int
+    ) -> tuple[int, int]:
+        """(ino, fh) of a file that is created, or opened if it is there."""
+        body = fuse.CREATE_IN.pack(flags | os.O_CREAT, mode, 0, 0) + name + b"\0"
+        answer = await self.ask(Opcode.CREATE, parent, body, **header)
+        fh, _, _ = fuse.OPEN_OUT.unpack(answer[-fuse.OPEN_OUT.size :])
+        return fuse.ENTRY_OUT.unpack_from(answer)[0], fh
+
+    async def mkdir(self, name: bytes, parent: int = 1, mode: int = 0o755, **header: int) -> int:
+        answer = await self.ask(Opcode.MKDIR, parent, fuse.MKDIR_IN.pack(mode, 0) + name + b"\0", **header)
+        return int(fuse.ENTRY_OUT.unpack_from(answer)[0])
+
+    async def unlink(self, name: bytes, parent: int = 1) -> None:
+        await self.ask(Opcode.UNLINK, parent, name + b"\0")
+
+    async def rename(self, old: bytes, new: bytes, flags: int = 0, parents: tuple[int, int] = (1, 1)) -> None:
+        body = fuse.RENAME2_IN.pack(parents[1], flags, 0) + old + b"\0" + new + b"\0"
+        await self.ask(Opcode.RENAME2, parents[0], body)
+
+    async def opendir(self, ino: int) -> int:
+        return int(fuse.OPEN_OUT.unpack(await self.ask(Opcode.OPENDIR, ino))[0])
+
+    async def readdir(self, ino: int, fh: int, offset: int, size: int = 4096) -> list[Listed]:
+        """The entries of one answer."""
+        answer = await self.ask(Opcode.READDIR, ino, fuse.READ_IN.pack(fh, offset, size, 0, 0, 0, 0))
+        assert len(answer) <= size
+        found = []
+        at = 0
+        while at < len(answer):
+            number, cookie, length, _ = fuse.DIRENT.unpack_from(answer, at)
+            at += fuse.DIRENT.size
+            found.append(Listed(number, cookie, answer[at : at + length]))
+            at += -(-length // 8) * 8
+        return found
+
+    # Files
+
+    async def open(self, ino: int, flags: int = os.O_RDONLY, **header: int) -> int:
+        answer = await self.ask(Opcode.OPEN, ino, fuse.OPEN_IN.pack(flags, 0), **header)
+        return int(fuse.OPEN_OUT.unpack(answer)[0])
+
+    async def write(self, fh: int, data: bytes, offset: int = 0) -> int:
+        body = fuse.WRITE_IN.pack(fh, offset, len(data), 0, 0, 0, 0) + data
+        return int(fuse.WRITE_OUT.unpack(await self.ask(Opcode.WRITE, 0, body))[0])
+
+    async def read(self, fh: int, size: int = 1 << 20, offset: int = 0) -> bytes:
+        return await self.ask(Opcode.READ, 0, fuse.READ_IN.pack(fh, offset, size, 0, 0, 0, 0))
+
+    async def release(self, *handles: int) -> None:
+        for fh in handles:
+            await self.ask(Opcode.RELEASE, 0, fuse.RELEASE_IN.pack(fh, 0, 0, 0))
+
+    async def fsync(self, fh: int) -> None:
+        await self.ask(Opcode.FSYNC, 0, fuse.FSYNC_IN.pack(fh, 0, 0))
+
+    async def save(self, name: bytes, content: bytes, parent: int = 1) -> int:
+        """A file written, closed and sealed; its inode number."""
+        ino, fh = await self.create(name, parent)
+        await self.write(fh, content)
+        await self.release(fh)
+        await self.settle()
+        return ino
+
+    async def content(self, ino: int) -> bytes:
+        fh = await self.open(ino)
+        try:
+            return await self.read(fh)
+        finally:
+            await self.release(fh)
+
+    async def getattr(self, ino: int) -> Attributes:
+        answer = await self.ask(Opcode.GETATTR, ino, fuse.GETATTR_IN.pack(0, 0, 0))
+        return unpack_attributes(answer[fuse.ATTR_OUT.size :])
+
+    # What happens in the background
+
+    async def settle(self) -> None:
+        """Seal what is closed, remove what is to be removed."""
+        await self.settler.settle_due(everything=True)
+        await self.reclaimer.drain()
+
+    async def state(self, ino: int) -> VersionState | None:
+        """The state of the version the inode shows, or of the one that is being written."""
+        inode = await self.namespace.inode(InodeNumber(ino))
+        vid = inode.open or inode.cur
+        version = None if vid is None else await self.versions.version(vid)
+        return None if version is None else version.state
+
+    def segment_count(self) -> int:
+        return sum(1 for path in self.store.segments.rglob("*") if path.is_file())
+
+    def kill(self) -> None:
+        """What the end of the process closes; in memory nothing is left."""
+        if self.alive:
+            self.alive = False
+            for file in self.open_files:
+                for descriptor in (file.descriptor, file.write_descriptor, file.copy_descriptor):
+                    if descriptor is not None:
+                        os.close(descriptor)
+            self.database.close()
+
+
+StartNode = Callable[..., Awaitable[BareNode]]
+
+
+@pytest.fixture
+async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
+    """`await start_node("a")`: a node of that name; again with the name of a killed one, the next life of it."""
+    nodes: list[BareNode] = []
+    now_ns = Clock()
+
+    async def start(name: str = "a", *, incarnation: int = 1) -> BareNode:
+        store = StoreDirectory.create_or_open(tmp_path / name, NodeId(name))
+        kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label=name)
+        namespace = Namespace(kv, store.store_id, incarnation, now_ns)
+        settings = await namespace.format_if_empty(Settings(FORMAT_VERSION, bytes(16), 4, 2, CELL))
+        versions = Versions(kv, store.store_id, incarnation, now_ns)
+        segments = Segments(store.segments)
+        database = MountDatabase(store.mount_db)
+        open_files = OpenFiles(database, segments, None)
+        remote = RemoteContent(LocalClient(store.agent_socket))
+        reclaimer = Reclaimer(kv, segments)
+        told: list[str] = []
+
+        async def on_local() -> None:
+            told.append("local")
+
+        sealer = Sealer(segments, settings.data_shards, settings.cell_size, CELL)
+        settler = Settler(open_files, database, versions, sealer, reclaimer, SETTLE_SECONDS, on_local)
+        view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
+        files = FileOperations(
+            namespace, versions, open_files, segments, database, view, remote, settler, reclaimer, store.store_id
+        )
+        recovery = MountRecovery(
+            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
+        )
+        await recovery.run()
+        nodes.append(
+            BareNode(
+                store,
+                kv,
+                namespace,
+                versions,
+                segments,
+                database,
+                open_files,
+                settler,
+                reclaimer,
+                files,
+                NameOperations(namespace, view, files),
+                InodeOperations(namespace, view, files, store.path),
+                told,
+            )
+        )
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.kill()
+        await node.kv.aclose()
+
+
+@pytest.fixture
+async def node(start_node: StartNode) -> BareNode:
+    """One node alone."""
+    return await start_node()
