@@ -35,6 +35,8 @@ RESTART_SECONDS_MAX = 5.0
 STABLE_SECONDS = 10.0
 """A process that lived this long died by accident: it is restarted at once."""
 STOP_SECONDS = 20.0
+READ_AHEAD_BYTES = 8 << 20
+"""Two stripes of 4+2 cells of 1 MiB: while one is read, the next is fetched."""
 
 
 class Supervisor:
@@ -61,6 +63,7 @@ class Supervisor:
             device = fuse_device.open_device()
             held.callback(os.close, device)
             fuse_device.mount(device, config.mountpoint, config.store, allow_other=config.mount.allow_other)
+            fuse_device.set_read_ahead(config.mountpoint, READ_AHEAD_BYTES)
             held.callback(fuse_device.unmount, config.mountpoint, lazily=True)
             write_pid_file(store.run, "supervisor")
             held.callback(remove_pid_file, store.run, "supervisor")
