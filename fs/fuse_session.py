@@ -36,6 +36,8 @@ LINGER_SECONDS = 0.00015
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
 BACKGROUND_MAX = 64
+READ_AHEAD_MAX = 64 << 20
+"""The kernel takes the smaller of this and what is set for the mount (`fuse_device.set_read_ahead`)."""
 
 Body = memoryview
 Handler = Callable[[RequestHeader, memoryview], Awaitable[bytes | None]]
@@ -250,7 +252,7 @@ class FuseSession:
         return fuse.INIT_OUT.pack(
             fuse.MAJOR,
             fuse.MINOR,
-            max_readahead,
+            max(max_readahead, READ_AHEAD_MAX),
             agreed & 0xFFFFFFFF,
             BACKGROUND_MAX,
             BACKGROUND_MAX * 3 // 4,

@@ -17,7 +17,7 @@ from ckptfs.cache import errors as cache
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_errors import ContentUnreachable, errno_of
 from ckptfs.fs.fuse_format import InitFlag, Opcode, RequestHeader
-from ckptfs.fs.fuse_session import WORKERS, FuseSession, Handler, Negotiated
+from ckptfs.fs.fuse_session import READ_AHEAD_MAX, WORKERS, FuseSession, Handler, Negotiated
 from ckptfs.fs.local_socket import NodeNotAnswering
 
 OFFERED = (
@@ -122,7 +122,7 @@ async def test_what_both_have_is_agreed_on(serve: Serve) -> None:
         assert (number, unique, len(body)) == (0, 2, 64)
         major, minor, readahead, low, background, congested, write_size, _, pages, _, high, depth = fuse.INIT_OUT.unpack(body)
         flags = InitFlag(low | high << 32)
-        assert (major, minor, readahead) == (7, fuse.MINOR, 131072)
+        assert (major, minor, readahead) == (7, fuse.MINOR, READ_AHEAD_MAX)
         assert flags == OFFERED & ~(InitFlag.DONT_MASK | InitFlag.POSIX_ACL)
         assert (write_size, pages, depth) == (1 << 20, 256, 1)
         assert background >= 64
