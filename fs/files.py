@@ -34,6 +34,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+READS_FROM_DISK_MAX = 16
+"""Each has up to a MiB in memory."""
+
+
 class FileOperations:
     """CREATE, OPEN, READ, WRITE, FLUSH, RELEASE, FSYNC, FALLOCATE, LSEEK, and truncation for SETATTR."""
 
@@ -60,6 +64,7 @@ class FileOperations:
         self._settler = settler
         self._reclaimer = reclaimer
         self._store = store
+        self._read_limiter = trio.CapacityLimiter(READS_FROM_DISK_MAX)
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -434,13 +439,13 @@ class FileOperations:
         file = self._handle(fh).file
         if file.is_home:
             assert file.descriptor is not None
-            return await _pread(file.descriptor, size, offset)
+            return await _pread(file.descriptor, size, offset, self._read_limiter)
         if file.remote is None:
             return await self._remote.read(file.ino, offset, size)
         size = min(size, file.remote.size - offset)
         if size <= 0:
             return b""
-        return await _pread(await self._copy_with(file, offset, size), size, offset)
+        return await _pread(await self._copy_with(file, offset, size), size, offset, self._read_limiter)
 
     async def _copy_with(self, file: FileInUse, offset: int, size: int) -> int:
         """A descriptor of the local copy in which the range is present and verified."""
@@ -589,7 +594,7 @@ def _open_reply(handle: Handle) -> bytes:
     return fuse.OPEN_OUT.pack(handle.fh, flags, 0)
 
 
-async def _pread(descriptor: int, size: int, offset: int) -> bytes:
+async def _pread(descriptor: int, size: int, offset: int, limiter: trio.CapacityLimiter) -> bytes:
     """Read without a thread what is in the page cache, with one what isn't."""
     buffer = bytearray(size)
     try:
@@ -598,4 +603,5 @@ async def _pread(descriptor: int, size: int, offset: int) -> bytes:
             return bytes(buffer)
     except OSError:  # not in memory, or a file system that can't say
         pass
-    return await trio.to_thread.run_sync(os.pread, descriptor, size, offset)
+    del buffer  # nothing is held by those who wait for a thread
+    return await trio.to_thread.run_sync(os.pread, descriptor, size, offset, limiter=limiter)
