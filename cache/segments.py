@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId
 ATTRIBUTE = "user.ckptfs"
 FORMAT_VERSION = 1
 _LABEL = struct.Struct("<BQ")
+_HEX = re.compile("[0-9a-f]+")
 
 
 class Segments:
@@ -104,6 +106,15 @@ class Segments:
             return
         with contextlib.suppress(OSError):  # the directory goes with its last segment
             os.rmdir(os.path.dirname(path))
+
+    def all(self) -> list[SegmentId]:
+        """Every segment there is. Other files among them are passed over."""
+        found = []
+        for directory in os.scandir(self._directory):
+            if directory.is_dir(follow_symlinks=False):
+                names = [name for name in os.listdir(directory.path) if len(name) == 2 * ID_SIZE and name[:8] == directory.name]
+                found += [SegmentId(bytes.fromhex(name)) for name in names if _HEX.fullmatch(name)]
+        return found
 
     def sync_directories(self, segments: list[SegmentId]) -> None:
         """Make the names of these segments survive a power cut; each directory is synced once."""

@@ -38,6 +38,7 @@ from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -113,12 +114,14 @@ class MountProcess:
             self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
         )
         await recovery.run()
+        sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, store.store_id)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._wake_agent)
+            nursery.start_soon(sweep.run)
             await nursery.start(serve, store.mount_socket, self.answer)
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
             await session.run()
