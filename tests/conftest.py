@@ -65,9 +65,10 @@ def _no_skip_in_ci(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def leftovers() -> list[str]:
-    """Mounts and directories of tests that are still there."""
-    found = [f"the mount {mounted.mountpoint}" for mounted in mounts() if SCRATCH_PREFIX in str(mounted.mountpoint)]
-    return found + [f"the directory {path}" for path in SCRATCH_PARENT.glob(f"{SCRATCH_PREFIX}{os.getpid()}-*")]
+    """Mounts and directories of this run's tests that are still there."""
+    own = f"{SCRATCH_PREFIX}{os.getpid()}-"
+    found = [f"the mount {mounted.mountpoint}" for mounted in mounts() if own in str(mounted.mountpoint)]
+    return found + [f"the directory {path}" for path in SCRATCH_PARENT.glob(f"{own}*")]
 
 
 @pytest.fixture(scope="session", autouse=True)
