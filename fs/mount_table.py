@@ -1,6 +1,6 @@
 """The ckptfs mounts of this machine, read from the kernel's own table: asking it never waits for a mount that hangs."""
 
-import contextlib
+import ctypes
 import os
 import re
 import subprocess
@@ -9,6 +9,9 @@ from pathlib import Path
 
 SOURCE_PREFIX = "ckptfs:"
 """A mount's source is this and the path of the store behind it, so that a path in the mount leads to its node."""
+
+
+MNT_FORCE = 1
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,10 @@ def mounts_at(mountpoint: Path) -> list[Mounted]:
 
 def abort_connection(mounted: Mounted) -> None:
     """Make the kernel answer everything that waits for this mount with an error, now and for good."""
-    with contextlib.suppress(OSError):
+    try:
         Path(f"/sys/fs/fuse/connections/{mounted.device[1]}/abort").write_text("1")
+    except OSError:  # fusectl isn't mounted, as in many containers: an unmount by force aborts too, also where it then fails
+        ctypes.CDLL(None).umount2(os.fsencode(mounted.mountpoint), MNT_FORCE)
 
 
 def detach(mountpoint: Path, *, abort: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 
-from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.errors import DamagedData, NoSuchName
 from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.namespace import DirectoryItem, Namespace
 from ckptfs.cache.rename import RenameFlags
@@ -175,7 +175,7 @@ class NameOperations:
             return _NO_ENTRY
         try:
             inode = await self._namespace.inode(item.ino)
-        except NoSuchName:
+        except (NoSuchName, DamagedData):  # a damaged record is an error of its own name, not of its directory
             return _NO_ENTRY
         if self._view.written_elsewhere(inode):
             return _NO_ENTRY
