@@ -36,6 +36,7 @@ LINGER_SECONDS = 0.00015
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
 BACKGROUND_MAX = 64
+BUSY_SECONDS = 0.01
 READ_AHEAD_MAX = 64 << 20
 """The kernel takes the smaller of this and what is set for the mount (`fuse_device.set_read_ahead`)."""
 
@@ -111,11 +112,16 @@ class FuseSession:
         self._buffers: list[bytearray] = []
         self._baton = trio.Semaphore(1)
         self._requests = 0
+        self._last_request = 0.0
         self._unexpected_errors = 0
         self._ended = trio.Event()
 
     def statistics(self) -> SessionStatistics:
         return SessionStatistics(self._requests, self._unexpected_errors)
+
+    def is_busy(self) -> bool:
+        """Whether programs are asking without a pause: the last request came less than a moment ago."""
+        return time.monotonic() - self._last_request < BUSY_SECONDS
 
     async def run(self) -> None:
         """Serve until the file system is unmounted or the connection aborted. A second daemon first asks for what was left."""
@@ -153,11 +159,10 @@ class FuseSession:
                 turn_ends = time.monotonic() + INLINE_SECONDS_MAX
                 while holds:
                     received = self._read()
-                    if received is None:
-                        if self._ended.is_set() or not select.select([self._device], [], [], LINGER_SECONDS)[0]:
-                            break
-                        continue
-                    await self._handle(*received, give_up_baton)
+                    if received is not None:
+                        await self._handle(*received, give_up_baton)
+                    if self._ended.is_set() or not (holds and select.select([self._device], [], [], LINGER_SECONDS)[0]):
+                        break
                     if holds and time.monotonic() > turn_ends:
                         await trio.lowlevel.checkpoint()
                         turn_ends = time.monotonic() + INLINE_SECONDS_MAX
@@ -183,6 +188,7 @@ class FuseSession:
         header = RequestHeader._make(fuse.IN_HEADER.unpack_from(buffer))
         kernel_unique = header.unique
         self._requests += 1
+        self._last_request = time.monotonic()
         try:
             with memoryview(buffer)[fuse.IN_HEADER.size : length] as body:
                 handler = self._handlers.get(header.opcode)

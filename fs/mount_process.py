@@ -90,7 +90,16 @@ class MountProcess:
         open_files = OpenFiles(self._database, segments, backing)
         reclaimer = Reclaimer(self._kv, segments)
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes)
-        settler = Settler(open_files, self._database, versions, sealer, reclaimer, config.mount.settle_seconds, self._wake_agent)
+        settler = Settler(
+            open_files,
+            self._database,
+            versions,
+            sealer,
+            reclaimer,
+            config.mount.settle_seconds,
+            self._wake_agent,
+            is_busy=lambda: self._session.is_busy(),
+        )
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
         files = FileOperations(
             namespace, versions, open_files, segments, self._database, view, remote, settler, reclaimer, store.store_id

@@ -23,6 +23,9 @@ from ckptfs.fs.reclaim import Reclaimer
 log = logging.getLogger(__name__)
 
 BATCH_COUNT = 256
+GIVE_WAY_SECONDS = 0.1
+GIVE_WAY_SECONDS_MAX = 4.0
+"""While programs ask without a pause, sealing waits up to so long beyond its time: it shares thread and drive with them."""
 RETRY_SECONDS_MIN = 0.5
 RETRY_SECONDS_MAX = 60.0
 
@@ -39,6 +42,7 @@ class Settler:
         reclaimer: Reclaimer,
         settle_seconds: float,
         on_local: Callable[[], Awaitable[None]],
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._open_files = open_files
         self._database = database
@@ -47,11 +51,13 @@ class Settler:
         self._reclaimer = reclaimer
         self._settle_seconds = settle_seconds
         self._on_local = on_local
+        self._is_busy = is_busy
         self._due: dict[InodeNumber, FileInUse] = {}
         self._order: list[tuple[float, InodeNumber]] = []
         self._delays: dict[InodeNumber, float] = {}
         self._hurry = False
         self._wake = trio.Event()
+        self._wake_hurry = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
 
     def closed(self, file: FileInUse) -> None:
@@ -63,6 +69,7 @@ class Settler:
         """Settle everything now: somebody waits for it, or the node ends."""
         self._hurry = True
         self._wake.set()
+        self._wake_hurry.set()
 
     @property
     def waiting_count(self) -> int:
@@ -86,6 +93,11 @@ class Settler:
                 self._wake = trio.Event()
                 with trio.move_on_after(wait_seconds):
                     await self._wake.wait()
+                continue
+            if not self._hurry and -wait_seconds < GIVE_WAY_SECONDS_MAX and self._is_busy():
+                with trio.move_on_after(GIVE_WAY_SECONDS):
+                    self._wake_hurry = trio.Event()
+                    await self._wake_hurry.wait()
                 continue
             everything, self._hurry = self._hurry, False  # whoever is in a hurry from here on means what is closed by then
             await self.settle_due(everything=everything)
