@@ -1,13 +1,13 @@
-"""The agent process: its composition root. It serves peers, protects what is local here, and fetches what isn't.
+"""The agent process: its composition root. Started as `python -m ckptfs.fs.agent_process CONFIG PARENT INCARNATION`.
 
-It may be killed at any moment: what waits is in `mount.db`, what it holds is in files that describe themselves. Started as
-`python -m ckptfs.fs.agent_process CONFIG PARENT INCARNATION`.
+It may be killed at any moment: what waits stands in `mount.db`, what is held in the shard files, the rest in the catalog.
 """
 
+import contextlib
 import logging
-import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,130 +17,85 @@ from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import Vid
 from ckptfs.cache.mount_db import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
-from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import register_store, stores
-from ckptfs.cache.versions import Versions
+from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
-from ckptfs.fs.mount_process import now_ns
 from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
-from ckptfs.replication.agent_db import AgentDatabase
-from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.codec import choose_codec
-from ckptfs.replication.conversation import PeerIdentity
-from ckptfs.replication.holders import Holders, Peers
-from ckptfs.replication.local_copies import LocalCopies
-from ckptfs.replication.members import Members
-from ckptfs.replication.own_store import OwnStore
-from ckptfs.replication.peer_server import PeerServer
-from ckptfs.replication.protect import ProtectionLimits, Protector
-from ckptfs.replication.quiet_threads import QuietThreads
-from ckptfs.replication.replicator import Replicator
-from ckptfs.replication.restore import Restorer
-from ckptfs.replication.shard_store import ShardStore
-from ckptfs.replication.small_copies import SmallCopies
-from ckptfs.replication.stripe_reader import StripeReader
 from ckptfs.replication.transport import PlainTransport
-from ckptfs.replication.verify import Verifier
 
 log = logging.getLogger(__name__)
 
-ADDRESS_FILE = "agent.address"
-"""In the store's `run/`: where the agent listened last, so that its peers find it there again after a restart."""
-VERIFY_BUFFER_BYTES = 24 << 20
+VIDS_PER_MESSAGE = 1000
 
 
-class AgentProcess:
-    """The parts of a running agent."""
+class MountTeller:
+    """Tells the node's mount what is protected now."""
 
-    def __init__(self, config: NodeConfig, incarnation: int) -> None:
-        self._config = config
-        self._incarnation = incarnation
-        self._store = StoreDirectory.create_or_open(config.store, config.node_id)
-        self._kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent")
-        self._mount = LocalClient(self._store.mount_socket)
+    def __init__(self, mount: LocalClient) -> None:
+        self._mount = mount
 
-    async def run(self) -> None:
-        store, config, kv = self._store, self._config, self._kv
-        namespace = Namespace(kv, store.store_id, self._incarnation, now_ns)
-        versions = Versions(kv, store.store_id, self._incarnation, now_ns)
-        settings = await namespace.settings()
-        reserve_bytes = self._reserve_bytes()
-        shards = ShardStore(store.shards, AgentDatabase(store.agent_db), reserve_bytes=reserve_bytes)
-        await trio.to_thread.run_sync(shards.recover)
-        copies = SmallCopies(store.small_copies_db, reserve_bytes=reserve_bytes, free_bytes=shards.free_bytes)
-        segments = Segments(store.segments)
-        own = OwnStore(shards, copies, segments)
-        identity = PeerIdentity(settings.cluster, store.store_id, config.node_id)
-        transport = PlainTransport()
-        peers = Peers(transport, identity)
-        members = Members(store.store_id, lambda: stores(kv), peers.ping, own.free_bytes)
-        holders = Holders(members, own, peers)
-        codec = choose_codec(config.protection.codec)
-        if codec.name == "numpy" and config.protection.codec == "auto":
-            log.warning("codec=numpy: ISA-L is not installed (Debian package libisal2); protecting takes more of the processor")
-        log.info("codec=%s", codec.name)
-        reader = StripeReader(members, holders, codec)
-        restorer = Restorer(reader, holders, LocalCopies(store.copies, reserve_bytes=reserve_bytes))
-        verifier = Verifier(reader, members, holders, codec, BufferBudget(VERIFY_BUFFER_BYTES).take)
-        limits = ProtectionLimits(
-            settings.data_shards,
-            settings.parity_shards,
-            config.protection.small_file_size_bytes,
-            config.protection.buffer_bytes_max,
-        )
-        with QuietThreads() as threads:
-            protector = Protector(limits, kv, versions, members, holders, segments, codec, threads)
-            waiting = MountDatabaseReader(store.mount_db)
-            replicator = Replicator(protector, versions, members, waiting, self._tell_mount)
-            requests = AgentRequests(namespace, versions, members, holders, replicator, restorer, verifier, codec.name)
-            server = PeerServer(shards, copies, segments, identity, transport)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_end_on_signal, nursery.cancel_scope)
-                address = await self._listen(server, nursery)
-                directory, labels = os.fspath(store.path), config.node.labels
-                await register_store(kv, store.store_id, config.node_id, address, directory, labels)
-                await members.refresh()
-                await nursery.start(restorer.run)
-                await nursery.start(replicator.run)
-                await nursery.start(serve, store.agent_socket, requests.answer)
-                log.info("agent_ready address=%s store=%s", address, store.store_id.hex())
-            await peers.aclose()
-        await kv.aclose()
-        log.info("agent_ended")
-
-    async def _listen(self, server: PeerServer, nursery: trio.Nursery) -> str:
-        """Serve peers at the configured address; with port 0, at the port of last time if it is still free."""
-        remembered = self._store.run / ADDRESS_FILE
-        address = self._config.node.listen
-        if address.endswith(":0") and remembered.exists():
+    async def protected(self, vids: Sequence[Vid]) -> bool:
+        """Whether the mount heard it."""
+        for start in range(0, len(vids), VIDS_PER_MESSAGE):
             try:
-                return str(await nursery.start(server.serve, remembered.read_text().strip()))
-            except OSError as error:
-                log.warning(
-                    "port_taken address=%s error=%s: another one is chosen", remembered.read_text().strip(), error.strerror
-                )
-        address = str(await nursery.start(server.serve, address))
-        remembered.write_text(address)
-        return address
+                answer = await self._mount.call({"do": "protected", "vids": list(vids[start : start + VIDS_PER_MESSAGE])})
+            except NodeNotAnswering as error:
+                log.info("mount_not_told error=%s", error)
+                return False
+            if not answer.get("ok"):
+                return False
+        return True
 
-    def _reserve_bytes(self) -> int:
-        """What shards for others leave free for local saves."""
-        status = os.statvfs(self._store.path)
-        return int(status.f_blocks * status.f_frsize * self._config.space.reserve_fraction)
 
-    async def _tell_mount(self, vids: Sequence[Vid]) -> bool:
-        """Tell the mount which versions are protected; False if it doesn't answer."""
-        try:
-            return bool((await self._mount.call({"do": "protected", "vids": list(vids)}))["ok"])
-        except NodeNotAnswering:
-            return False
+async def run(config: NodeConfig, incarnation: int) -> None:
+    """Run the node's agent until SIGTERM."""
+    store = StoreDirectory.create_or_open(config.store, config.node_id)
+    codec = choose_codec(config.protection.codec)
+    if config.protection.codec == "auto" and codec.name != "isa-l":
+        log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
+    kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent")
+    cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
+    mount = LocalClient(store.mount_socket)
+    waiting = MountDatabaseReader(store.mount_db)
+    settings = AgentSettings(
+        listen=config.node.listen,
+        labels=config.node.labels,
+        small_file_size=config.protection.small_file_size_bytes,
+        buffer_bytes_max=config.protection.buffer_bytes_max,
+        reserve_fraction=config.space.reserve_fraction,
+    )
+    agent = Agent(
+        store,
+        kv,
+        cluster,
+        incarnation,
+        codec,
+        PlainTransport(),
+        waiting,
+        MountTeller(mount).protected,
+        time.time_ns,
+        settings,
+    )
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+            address = await nursery.start(agent.run)
+            await nursery.start(serve, store.agent_socket, AgentRequests(agent).answer)
+            log.info("agent_ready store=%s address=%s codec=%s", store.path, address, codec.name)
+    finally:
+        with trio.CancelScope(shield=True):
+            await agent.aclose()
+            await mount.aclose()
+            await kv.aclose()
+        waiting.close()
+        log.info("agent_ended")
 
 
 async def _end_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:
             scope.cancel()
 
@@ -153,9 +108,9 @@ def main() -> None:
     start_log(config.log_directory, "agent")
     raise_descriptor_limit()
     with death_logged("agent"):
-        process = AgentProcess(config, int(incarnation))
         write_pid_file(config.store / "run", "agent")
-        trio.run(process.run)
+        with contextlib.suppress(KeyboardInterrupt):
+            trio.run(run, config, int(incarnation))
 
 
 if __name__ == "__main__":

@@ -1,158 +1,233 @@
-"""What the agent answers on the node's socket: to the mount, and to the command line.
+"""What the agent answers on the node's socket: to the mount, which needs bytes, and to the command line.
 
-Requests are maps with `do`; inodes and versions are looked up in the catalog, so that nobody can ask for anything else.
+Requests are maps with `do`; answers have `ok`, and where it is false `error`, one of: gone (no such file or version now),
+unreachable (no node that has the bytes answers), damaged (they answer, but what they have is wrong), failed (this node's
+disk or catalog), unknown (no such request), internal (a bug; the log has it).
 
-- `wake` [`urgent`]: a version waits for protection.
-- `fetch` `ino` `vid` `offset` `length`: that range of a version's local copy is present and verified: `copy`, its path.
-- `fetch_whole` `ino`: the same for all of the current content.
-- `attributes` `ino`: `size`, `mtime_ns`, `blocks` of a file that its home may be writing.
-- `read` `ino` `offset` `length`: `data`, from the home.
-- `status`; `verify` `inos` [`deep`].
+    wake {urgent}                      something may wait for protection
+    fetch {ino, vid, offset, length}   -> copy: path of the local copy, in which that part is there and right
+    fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
+    attributes {ino}                   -> size, mtime_ns, blocks, as the home has them now
+    read {ino, offset, length}         -> data: bytes as the home has them now, short at the end of the file
+    verify {inos, deep}                -> files: a report for each file there is
+    status                             -> see `status`
 """
 
-import dataclasses
-import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version
+from ckptfs.cache.catalog_format import Inode, Version, VersionState
 from ckptfs.cache.errors import CacheError, NoSuchName
-from ckptfs.cache.ids import InodeNumber, Vid
-from ckptfs.cache.namespace import Namespace
-from ckptfs.cache.versions import Versions
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
-from ckptfs.replication.errors import ReplicationError
-from ckptfs.replication.holders import Holders
-from ckptfs.replication.members import Members
-from ckptfs.replication.replicator import Replicator
-from ckptfs.replication.restore import Restorer
-from ckptfs.replication.verify import FileReport, Verifier
+from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
+from ckptfs.replication.local_copies import CopyFailed
+from ckptfs.replication.stripe_reader import ContentDamaged
 
 log = logging.getLogger(__name__)
 
+READ_BYTES_MAX = 16 << 20
+"""The largest part one `read` gives; the caller asks again for more."""
+
+MOVED_TRIES = 4
 Result = TypeVar("Result")
 
-READ_WAIT_SECONDS = 10.0
-"""How long a read of what only one node has waits for that node."""
-RETRY_SECONDS = 0.25
+
+class Gone(Exception):
+    """The file or version asked for is no longer there."""
 
 
 class AgentRequests:
-    """Dispatches requests. Whatever goes wrong with peers is an answer with `ok` false."""
+    """Answers requests about one agent. `answer` never raises."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        versions: Versions,
-        members: Members,
-        holders: Holders,
-        replicator: Replicator,
-        restorer: Restorer,
-        verifier: Verifier,
-        codec_name: str,
-    ) -> None:
-        self._namespace = namespace
-        self._versions = versions
-        self._members = members
-        self._holders = holders
-        self._replicator = replicator
-        self._restorer = restorer
-        self._verifier = verifier
-        self._codec_name = codec_name
-        self._unexpected_errors = 0
-        self._requests: dict[str, Callable[[Message], Awaitable[Message]]] = {
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._answers: dict[str, Callable[[Message], Awaitable[Message]]] = {
             "wake": self._wake,
             "fetch": self._fetch,
             "fetch_whole": self._fetch_whole,
             "attributes": self._attributes,
             "read": self._read,
-            "status": self._status,
             "verify": self._verify,
+            "status": self._status,
         }
 
     async def answer(self, request: Message) -> Message:
-        """One request. Never raises."""
-        handler = self._requests.get(str(request.get("do")))
+        """One request."""
+        name = request.get("do")
+        handler = self._answers.get(name) if isinstance(name, str) else None
         if handler is None:
-            return _no("unknown", f"the agent does not know the request {request.get('do')!r}")
+            return _no("unknown", f"the agent does not know the request {name!r}")
         try:
             return {"ok": True, **await handler(request)}
-        except NoSuchName as error:
-            return _no("gone", str(error))
-        except (ReplicationError, CacheError, trio.TooSlowError) as error:
-            return _no("unreachable", str(error) or "a peer took too long")
-        except OSError as error:
-            return _no("failed", f"{error.filename or 'the store'}: {error.strerror}", error.errno or errno.EIO)
-        except Exception as error:
-            self._unexpected_errors += 1
-            log.exception("request_failed do=%s", request.get("do"))
-            return _no("failed", f"unexpected: {error!r}")
+        except (Gone, NoSuchName) as error:
+            return _no("gone", str(error) or "no such file")
+        except (ShardDamaged, ContentDamaged) as error:
+            return _no("damaged", str(error))
+        except (CopyFailed, CacheError, OSError) as error:
+            return _no("failed", str(error))
+        except ReplicationError as error:
+            return _no("unreachable", str(error))
+        except (KeyError, TypeError, ValueError) as error:
+            log.exception("request_without_sense request=%r", name)
+            return _no("unknown", f"the request {name!r} makes no sense: {error!r}")
+        except Exception as error:  # one bad request must not take the shard server with it
+            log.exception("unexpected_error request=%r", name)
+            return _no("internal", f"the agent failed: {error!r}; its log has the details")
 
     async def _wake(self, request: Message) -> Message:
-        self._replicator.wake(urgent=bool(request.get("urgent")))
+        self._agent.replicator.wake(urgent=bool(request.get("urgent")))
         return {}
 
+    # ---- bytes
+
     async def _fetch(self, request: Message) -> Message:
-        vid = Vid(request["vid"])
-        version = await self._versions.version(vid)
-        if version is None:
-            raise NoSuchName(f"version {vid.hex()} was replaced or removed")
-        await self._know_holders(version)
-        return {"copy": str(await self._restorer.fetch(vid, version, request["offset"], request["length"]))}
+        vid = Vid(bytes(request["vid"]))
+        if len(vid) != ID_SIZE:
+            raise ValueError("a vid has 16 bytes")
+        version = await self._agent.versions.version(vid)
+        if version is None or version.state is VersionState.OPEN:
+            raise Gone("this version was replaced or deleted meanwhile")
+        path = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
+        return {"copy": os.fspath(path)}
 
     async def _fetch_whole(self, request: Message) -> Message:
-        vid, version = await self._current(InodeNumber(request["ino"]))
-        await self._know_holders(version)
-        return {"copy": str(await self._restorer.fetch_whole(vid, version))}
+        async def fetch(inode: Inode, vid: Vid, version: Version) -> Message:
+            if version.state is VersionState.OPEN:
+                raise PeerUnreachable(f"the file is being written on {self._home(version)}")
+            path = await self._agent.restorer.fetch_whole(vid, version)
+            return {"copy": os.fspath(path), "vid": vid, "size": version.size}
+
+        return await self._current(request, fetch)
 
     async def _attributes(self, request: Message) -> Message:
-        _, version = await self._current(InodeNumber(request["ino"]))
-        await self._know_holders(version)
-        status = await self._patiently(lambda: self._holders.segment_status(version.home, version.segment))
-        return {"size": status.size, "mtime_ns": status.mtime_ns, "blocks": status.blocks}
+        async def ask(inode: Inode, vid: Vid, version: Version) -> Message:
+            if version.shards or version.state is VersionState.PROTECTED:
+                return {"size": version.size, "mtime_ns": inode.mtime_ns, "blocks": -(-version.size // 512)}
+            status = await self._at_home(version, lambda: self._agent.holders.segment_status(version.home, version.segment))
+            return {"size": status.size, "mtime_ns": status.mtime_ns, "blocks": status.blocks}
+
+        return await self._current(request, ask)
 
     async def _read(self, request: Message) -> Message:
-        vid, version = await self._current(InodeNumber(request["ino"]))
-        await self._know_holders(version)
-        offset, length = request["offset"], request["length"]
-        data = await self._patiently(lambda: self._holders.read_segment(version.home, vid, version.segment, offset, length))
-        return {"data": data}
+        offset, length = int(request["offset"]), min(int(request["length"]), READ_BYTES_MAX)
+        if offset < 0 or length < 0:
+            raise ValueError("offset and length can't be negative")
 
-    async def _know_holders(self, version: Version) -> None:
-        """Learn of stores that joined since the catalog's list was last read."""
-        wanted = {version.home, *(shard.store for shard in version.shards)}
-        if any(self._members.member(store) is None for store in wanted):
-            await self._members.refresh()
+        async def read(inode: Inode, vid: Vid, version: Version) -> Message:
+            if not length:
+                return {"data": b""}
+            if version.shards or version.state is VersionState.PROTECTED:
+                path = await self._agent.restorer.fetch(vid, version, offset, length)
+                return {"data": await trio.to_thread.run_sync(_read_file, os.fspath(path), offset, length)}
+            data = await self._at_home(
+                version,
+                lambda: self._agent.holders.read_segment(version.home, vid, version.segment, offset, length),
+            )
+            return {"data": data}
 
-    async def _current(self, ino: InodeNumber) -> tuple[Vid, Version]:
-        """The version that readers of the inode get now: what is being written, or else the newest content."""
-        inode: Inode = await self._namespace.inode(ino)
-        vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
-        version = None if vid is None else await self._versions.version(vid)
-        if vid is None or version is None:
-            raise NoSuchName(f"inode {ino} has no content")
-        return vid, version
+        return await self._current(request, read)
 
-    async def _patiently(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Ask the home again for a while: it may be restarting."""
-        deadline = trio.current_time() + READ_WAIT_SECONDS
-        while True:
+    async def _current(self, request: Message, use: Callable[[Inode, Vid, Version], Awaitable[Message]]) -> Message:
+        """Use the version a reader gets now: the one being written, else the current one. Again if it moved meanwhile."""
+        ino = InodeNumber(int(request["ino"]))
+        failure: Exception | None = None
+        before: Vid | None = None
+        for _ in range(MOVED_TRIES):
+            inode = await self._agent.namespace.inode(ino)
+            vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
+            version = None if vid is None else await self._agent.versions.version(vid)
+            if failure is not None and vid == before:
+                raise failure
+            if vid is None or version is None:
+                failure, before = failure or Gone("the file has no content that is still there"), vid
+                continue
             try:
-                with trio.fail_at(deadline):
+                return await use(inode, vid, version)
+            except (ShardNotFound, ShardDamaged) as error:
+                failure, before = error, vid
+        raise failure or Gone("the file changes faster than it can be read")
+
+    async def _at_home(self, version: Version, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Ask the version's home; once more if its address may be out of date. Raises `PeerUnreachable`."""
+        members = self._agent.members
+        address = members.address_of(version.home)
+        try:
+            return await ask()
+        except PeerUnreachable as error:
+            members.note_failure(version.home, error)
+            await members.refresh()
+            failure: Exception = error
+            if members.address_of(version.home) != address:
+                try:
                     return await ask()
-            except ReplicationError:
-                if trio.current_time() + RETRY_SECONDS > deadline:
-                    raise
-            await trio.sleep(RETRY_SECONDS)
-            await self._members.refresh()
+                except PeerUnreachable as again:
+                    failure = again
+        except PeerRefused as refused:
+            failure = refused
+        raise PeerUnreachable(f"only {self._home(version)} has these bytes now, and it is away: {failure}") from None
+
+    def _home(self, version: Version) -> str:
+        member = self._agent.members.member(version.home)
+        return str(member.node) if member else f"the unknown store {version.home.hex()}"
+
+    # ---- for people
+
+    async def _verify(self, request: Message) -> Message:
+        await self._agent.members.refresh()
+        files = []
+        for number in request["inos"]:
+            ino = InodeNumber(int(number))
+            try:
+                inode = await self._agent.namespace.inode(ino)
+            except NoSuchName:
+                continue
+            if not inode.is_regular:
+                continue
+            version = None if inode.cur is None else await self._agent.versions.version(inode.cur)
+            if inode.cur is None or version is None:
+                files.append({"ino": ino, "result": "lost" if inode.lost else "unprotected", "bytes": inode.size})
+                continue
+            report = await self._agent.verifier.verify(ino, inode.cur, version, deep=bool(request.get("deep")))
+            files.append(report.as_message())
+        return {"files": files}
 
     async def _status(self, request: Message) -> Message:
-        members = await self._members.refresh(everyone=True)
-        return {
-            "codec": self._codec_name,
+        """`stores`: every store with `live`; `replicator`, `restorer`, `server`: their statistics; `shards_held`."""
+        agent = self._agent
+        replicator = agent.replicator.statistics()
+        held = agent.shard_store.statistics()
+        counters = agent.reader.counters
+        answer: dict[str, Any] = {
+            "store": agent.store.store_id.hex(),
+            "node": agent.store.node,
+            "address": agent.address,
+            "codec": agent.codec.name,
+            "code": f"{agent.cluster.data_shards}+{agent.cluster.parity_shards}",
+            "short_of": replicator.short_of,
+            "waiting_count": replicator.waiting_count,
+            "waiting_bytes": replicator.waiting_bytes,
+            "oldest_waiting_ns": replicator.oldest_waiting_ns,
+            "failures": dict(replicator.failures_by_store),
+            "last_error": replicator.last_error,
+            "replicator": asdict(replicator),
+            "restorer": {
+                "bytes_fetched": agent.restorer.bytes_fetched,
+                "cells_read": counters.cells_read,
+                "cells_decoded": counters.cells_decoded,
+                "damaged_by_store": {store.hex(): count for store, count in counters.damaged_by_store.items()},
+                "failed_by_store": {store.hex(): count for store, count in counters.failed_by_store.items()},
+            },
+            "server": asdict(agent.server.statistics()),
+            "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes},
+            "store_failed": held.failed,
+            "free_bytes": held.free_bytes,
             "stores": [
                 {
                     "store": member.store.hex(),
@@ -162,29 +237,21 @@ class AgentRequests:
                     "state": member.state.name.lower(),
                     "live": member.live,
                     "free_bytes": member.free_bytes,
-                    "last_error": self._members.last_error(member.store),
+                    "error": "" if member.live else agent.members.last_error(member.store),
                 }
-                for member in members
+                for member in agent.members.known()
             ],
-            "replicator": dataclasses.asdict(self._replicator.statistics()),
-            "restorer": dataclasses.asdict(self._restorer.statistics()),
-            "unexpected_errors": self._unexpected_errors,
         }
-
-    async def _verify(self, request: Message) -> Message:
-        await self._members.refresh()
-        reports = []
-        for number in request["inos"]:
-            ino = InodeNumber(number)
-            try:
-                vid, version = await self._current(ino)
-            except NoSuchName as error:
-                reports.append(FileReport(ino, "gone", message=str(error)).as_message())
-                continue
-            report = await self._verifier.verify(ino, vid, version, deep=bool(request.get("deep")))
-            reports.append(report.as_message())
-        return {"files": reports}
+        return answer
 
 
-def _no(error: str, message: str, number: int = errno.EIO) -> Message:
-    return {"ok": False, "error": error, "message": message, "errno": number}
+def _no(error: str, message: str) -> Message:
+    return {"ok": False, "error": error, "message": message}
+
+
+def _read_file(path: str, offset: int, length: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return os.pread(descriptor, length, offset)
+    finally:
+        os.close(descriptor)

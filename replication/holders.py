@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
 from ckptfs.replication.members import Members
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_client import PeerClient, PeerPool, PutStream, SegmentStatus
-from ckptfs.replication.peer_server import PeerIdentity
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_store import VerifyResult
 from ckptfs.replication.small_copies import SmallCopy

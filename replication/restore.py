@@ -23,7 +23,7 @@ from ckptfs.cache.checksum import cell_hash, content_root
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.errors import ReplicationError, ShardDamaged
-from ckptfs.replication.local_copies import CopyFailed, LocalCopies, LocalCopiesStatistics, LocalCopy
+from ckptfs.replication.local_copies import CopyFailed, LocalCopies, LocalCopy
 from ckptfs.replication.stripe_reader import StripedContent, StripeReader
 
 logger = logging.getLogger(__name__)
@@ -43,19 +43,6 @@ class SegmentReaders(Protocol):
     """How bytes of a version that isn't protected are read from its home."""
 
     async def read_segment(self, store: StoreId, vid: Vid, segment: SegmentId, offset: int, length: int) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class RestorerStatistics:
-    """`bytes_fetched` of content put into local copies since the start; `cells_decoded` were computed from others;
-    `damaged_by_store` failed their hash there (hex ids)."""
-
-    bytes_fetched: int
-    cells_read: int
-    cells_decoded: int
-    damaged_by_store: dict[str, int]
-    failed_by_store: dict[str, int]
-    copies: LocalCopiesStatistics
 
 
 @dataclass
@@ -87,7 +74,8 @@ class _Source:
 class Restorer:
     """Fetches content into local copies. `run` must be running; it owns the tasks that fetch.
 
-    Buffers are counted: never more than `buffer_bytes_max` are in flight.
+    Buffers are counted: never more than `buffer_bytes_max` are in flight. `bytes_fetched` counts content put into local copies
+    since the start; the reader counts cells.
     """
 
     def __init__(
@@ -101,7 +89,7 @@ class Restorer:
         self._sources: OrderedDict[Vid, _Source] = OrderedDict()
         self._opening: dict[Vid, trio.Lock] = {}
         self._last_used_at: dict[Vid, float] = {}
-        self._bytes_fetched = 0
+        self.bytes_fetched = 0
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -156,18 +144,6 @@ class Restorer:
                 removed += 1
         return removed
 
-    def statistics(self) -> RestorerStatistics:
-        """Scans the copies' directory: for status, not for every second."""
-        counters = self._reader.counters
-        return RestorerStatistics(
-            self._bytes_fetched,
-            counters.cells_read,
-            counters.cells_decoded,
-            {store.hex(): count for store, count in counters.damaged_by_store.items()},
-            {store.hex(): count for store, count in counters.failed_by_store.items()},
-            self._copies.statistics(),
-        )
-
     # ---- sources
 
     async def _use(self, vid: Vid, version: Version) -> _Source:
@@ -206,7 +182,7 @@ class Restorer:
                 table = cell_hash(data)
                 source = _Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
                 await self._in_thread(source.copy.write, 0, memoryview(data))
-                self._bytes_fetched += len(data)
+                self.bytes_fetched += len(data)
                 source.copy.present[0] = 1
                 return source
             return _Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
@@ -244,7 +220,7 @@ class Restorer:
                     cell += data
                 table += cell_hash(cell)
                 await self._in_thread(_write_at, descriptor, cell, offset)
-                self._bytes_fetched += len(cell)
+                self.bytes_fetched += len(cell)
             if content_root(vid, version.size, version.cell_size, table) != version.root:
                 raise ShardDamaged("the home's file does not hold what was hashed when it was closed")
             await self._in_thread(os.replace, temporary, path)
@@ -336,7 +312,7 @@ class Restorer:
                 await self._refetch_forwarded(source)
                 return
             await self._in_thread(copy.write, part * source.part_size, data)
-        self._bytes_fetched += len(data)
+        self.bytes_fetched += len(data)
         copy.present[first : first + cells] = b"\1" * cells
 
     async def _refetch_forwarded(self, source: _Source) -> None:

@@ -6,17 +6,20 @@ the catalog. A parity cell is right by its shard's own table, and that by the ro
 decoded is checked against the content's table like what was read.
 """
 
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import trio
 
 from ckptfs.cache.catalog_format import Version
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root, shard_root
+from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.errors import (
@@ -30,6 +33,8 @@ from ckptfs.replication.shard_format import ShardFooter
 from ckptfs.replication.stripes import Geometry, stripe_cells
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 LATE_SECONDS = 0.75
 """After this long one more holder is asked. A cell on the same machine takes milliseconds, over a slow network tens of them."""
@@ -99,6 +104,28 @@ class StripeReader:
         self._codec_limiter = trio.CapacityLimiter(2)
         self._late_until_seconds: dict[StoreId, float] = {}
 
+    async def _reachable(self, version: Version, read: Callable[[], Awaitable[Result]]) -> Result:
+        """Read; once more if it turns out that holders are elsewhere than this node believed."""
+        addresses = self._addresses(version)
+        if not all(addresses):
+            await self._refresh()
+            addresses = self._addresses(version)
+        try:
+            return await read()
+        except ContentUnreachable:
+            await self._refresh()
+            if self._addresses(version) == addresses:
+                raise
+        return await read()
+
+    def _addresses(self, version: Version) -> list[str | None]:
+        own = self._members.own_store
+        return ["own" if shard.store == own else self._members.address_of(shard.store) for shard in version.shards]
+
+    async def _refresh(self) -> None:
+        with contextlib.suppress(CacheError):  # then with what is known
+            await self._members.refresh()
+
     async def content(self, vid: Vid, version: Version, table: bytes | None = None) -> StripedContent:
         """The version with its content's table, fetched from any holder unless a proved one is given.
 
@@ -106,6 +133,9 @@ class StripeReader:
         """
         if table is not None:
             return StripedContent(vid, version, table)
+        return await self._reachable(version, partial(self._open_content, vid, version))
+
+    async def _open_content(self, vid: Vid, version: Version) -> StripedContent:
         complaints: list[tuple[StoreId, Exception]] = []
         for index in self._order(version, range(len(version.shards))):
             store = version.shards[index].store
@@ -131,7 +161,7 @@ class StripeReader:
         geometry = content.geometry
         k = geometry.data_shards
         code_length = geometry.code_length(stripe)
-        right = await self._gather(content, geometry, stripe, buffer)
+        right = await self._reachable(content.version, partial(self._gather, content, geometry, stripe, buffer))
         lacking = [index for index in range(k) if geometry.cell_length(stripe, index) and index not in right]
         if lacking:
             await self._decode(content, geometry, stripe, buffer, code_length, right, lacking)
@@ -139,6 +169,9 @@ class StripeReader:
 
     async def read_copy(self, vid: Vid, version: Version) -> bytes:
         """The content of a version kept as whole copies, checked. Raises `ContentUnreachable` or `ContentDamaged`."""
+        return await self._reachable(version, partial(self._read_copy, vid, version))
+
+    async def _read_copy(self, vid: Vid, version: Version) -> bytes:
         complaints: list[tuple[StoreId, Exception]] = []
         order = self._order(version, range(len(version.shards)))
         for index in order:

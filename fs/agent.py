@@ -1,0 +1,213 @@
+"""The agent's parts put together: the shard server, the replicator, restore and verify of one node.
+
+Everything that differs between a process of its own and several agents in one test process is an argument, so this is
+what both run.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from ckptfs.cache.catalog_format import Settings, VersionState, store_key, unpack
+from ckptfs.cache.catalog_format import Store as StoreRecord
+from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.errors import CacheError, CatalogUnavailable
+from ckptfs.cache.ids import Vid
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import register_store, stores
+from ckptfs.cache.versions import Versions
+from ckptfs.replication.agent_db import AgentDatabase
+from ckptfs.replication.buffers import BufferBudget
+from ckptfs.replication.codec import Codec
+from ckptfs.replication.conversation import PeerIdentity
+from ckptfs.replication.holders import Holders, Peers
+from ckptfs.replication.local_copies import LocalCopies
+from ckptfs.replication.members import Members
+from ckptfs.replication.own_store import OwnStore
+from ckptfs.replication.peer_server import PeerServer
+from ckptfs.replication.protect import ProtectionLimits, Protector
+from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.replicator import LocalVersions, Replicator
+from ckptfs.replication.restore import Restorer
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.small_copies import SmallCopies
+from ckptfs.replication.stripe_reader import StripeReader
+from ckptfs.replication.transport import Transport
+from ckptfs.replication.verify import Verifier
+
+log = logging.getLogger(__name__)
+
+MEMBERS_SECONDS = 2.0
+HOUSEKEEPING_SECONDS = 600.0
+CATALOG_RETRY_SECONDS = 0.5
+VERIFY_BUFFER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What the operator chose for this node; sizes in bytes. `listen` is host:port, port 0 for the one used last, or any."""
+
+    listen: str = "127.0.0.1:0"
+    labels: Mapping[str, str] | None = None
+    small_file_size: int = 64 << 10
+    buffer_bytes_max: int = 32 << 20
+    restore_buffer_bytes_max: int = 24 << 20
+    reserve_fraction: float = 0.05
+    shortfall_seconds: float = 5.0
+
+
+class Agent:
+    """One node's agent. Make it in a trio task, `run` it, `close` it. Raises `StoreError` for databases that can't be used."""
+
+    def __init__(
+        self,
+        store: StoreDirectory,
+        kv: KeyValue,
+        cluster: Settings,
+        incarnation: int,
+        codec: Codec,
+        transport: Transport,
+        local_versions: LocalVersions,
+        on_protected: Callable[[Sequence[Vid]], Awaitable[bool]],
+        now_ns: Callable[[], int],
+        settings: AgentSettings | None = None,
+    ) -> None:
+        settings = settings or AgentSettings()
+        self.store = store
+        self.codec = codec
+        self.cluster = cluster
+        self.namespace = Namespace(kv, store.store_id, incarnation, now_ns)
+        self.versions = Versions(kv, store.store_id, incarnation, now_ns)
+        self._kv = kv
+        self._settings = settings
+        identity = PeerIdentity(cluster.cluster, store.store_id, store.node)
+        segments = Segments(store.segments)
+        with contextlib.ExitStack() as opened:
+            index = AgentDatabase(store.agent_db)
+            opened.callback(index.close)
+            reserve_bytes = int(settings.reserve_fraction * _total_bytes(store))
+            self.shard_store = ShardStore(store.shards, index, reserve_bytes=reserve_bytes)
+            self.small_copies = SmallCopies(store.small_copies_db, free_bytes=self.shard_store.free_bytes)
+            opened.callback(self.small_copies.close)
+            self._own = OwnStore(self.shard_store, self.small_copies, segments)
+            opened.callback(self._own.close)
+            self._threads = opened.enter_context(QuietThreads())
+            self._opened = opened.pop_all()
+        self.server = PeerServer(self.shard_store, self.small_copies, segments, identity, transport)
+        self.peers = Peers(transport, identity)
+        self.members = Members(store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes)
+        self.holders = Holders(self.members, self._own, self.peers)
+        limits = ProtectionLimits(
+            cluster.data_shards,
+            cluster.parity_shards,
+            settings.small_file_size,
+            settings.buffer_bytes_max,
+            settings.shortfall_seconds,
+        )
+        protector = Protector(limits, kv, self.versions, self.members, self.holders, segments, codec, self._threads)
+        self.replicator = Replicator(protector, self.versions, self.members, local_versions, on_protected)
+        self.reader = StripeReader(self.members, self.holders, codec)
+        self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
+        self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
+        self.verifier = Verifier(self.reader, self.members, self.holders, codec, BufferBudget(VERIFY_BUFFER_BYTES).take)
+        self.address = ""
+
+    async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve and protect until cancelled; reports its address when both have begun."""
+        found = await trio.to_thread.run_sync(self.shard_store.recover)
+        if any(found[:3]):
+            log.info("shards_recovered added=%d removed=%d damaged=%d", found.added, found.removed, len(found.damaged))
+        async with trio.open_nursery() as nursery:
+            self.address = await self._serve(nursery)
+            await self._join()
+            await nursery.start(self.restorer.run)
+            await nursery.start(self.replicator.run)
+            nursery.start_soon(self._watch_members)
+            nursery.start_soon(self._keep_house)
+            task_status.started(self.address)
+
+    async def aclose(self) -> None:
+        """Close what is open; after `run` has ended."""
+        with trio.CancelScope(shield=True):
+            await self.peers.aclose()
+        self._opened.close()
+
+    async def _serve(self, nursery: trio.Nursery) -> str:
+        """Listen where this store listened last, if that is free: its record in the catalog then needs no change, which
+        would make commits that name it start anew."""
+        host, _, port = self._settings.listen.rpartition(":")
+        if port == "0":
+            last = await self._last_address()
+            if last.rpartition(":")[0] == host:
+                with contextlib.suppress(OSError):
+                    return str(await _started(nursery, self.server.serve, last))
+        return str(await nursery.start(self.server.serve, self._settings.listen))
+
+    async def _last_address(self) -> str:
+        while True:
+            try:
+                entry = await self._kv.get(store_key(self.store.store_id))
+                return "" if entry is None else unpack(StoreRecord, entry.value).address
+            except CatalogUnavailable as error:
+                log.warning("catalog_away error=%s", error)
+                await trio.sleep(CATALOG_RETRY_SECONDS)
+
+    async def _join(self) -> None:
+        """Say in the catalog where this store is, and learn of the others."""
+        labels = self._settings.labels or {}
+        while True:
+            try:
+                await register_store(self._kv, self.store.store_id, self.store.node, self.address, str(self.store.path), labels)
+                await self.members.refresh()
+                return
+            except CatalogUnavailable as error:
+                log.warning("catalog_away error=%s", error)
+                await trio.sleep(CATALOG_RETRY_SECONDS)
+
+    async def _watch_members(self) -> None:
+        while True:
+            try:
+                await self.members.refresh()
+            except CacheError as error:
+                log.warning("members_not_refreshed error=%s", error)
+            await trio.sleep(MEMBERS_SECONDS)
+
+    async def _keep_house(self) -> None:
+        """Remove local copies of versions that are gone, and partial shards nobody goes on with."""
+        while True:
+            await trio.sleep(HOUSEKEEPING_SECONDS)
+            try:
+                copies = await self.restorer.remove_unwanted(self._is_wanted)
+                partials = await trio.to_thread.run_sync(self.shard_store.remove_stale_partials)
+            except (CacheError, OSError) as error:
+                log.warning("housekeeping_failed error=%s", error)
+                continue
+            if copies or partials:
+                log.info("housekeeping copies_removed=%d partials_removed=%d", copies, partials)
+
+    async def _is_wanted(self, vid: Vid) -> bool:
+        version = await self.versions.version(vid)
+        return version is not None and version.state is not VersionState.DEAD
+
+
+async def _started(nursery: trio.Nursery, serve: Callable[..., Awaitable[None]], address: str) -> object:
+    """`nursery.start`, for a function whose failure to start is not the end of the nursery."""
+    try:
+        return await nursery.start(serve, address)
+    except BaseExceptionGroup as group:
+        matched, rest = group.split(OSError)
+        if rest is None and matched is not None:
+            raise OSError(f"{address} can't be used") from None
+        raise
+
+
+def _total_bytes(store: StoreDirectory) -> int:
+    status = os.statvfs(store.path)
+    return status.f_blocks * status.f_frsize

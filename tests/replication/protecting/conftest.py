@@ -1,0 +1,222 @@
+"""Six nodes in one process, with everything real but the mounts: SQLite catalog, stores on disk, servers on loopback.
+
+What a mount would do is done by `Node.save`: the version is made, sealed and put into `mount.db` as the mount does it.
+"""
+
+import os
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, Version, VersionState
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, Vid, new_segment_id
+from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, MountDatabaseReader
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.seal import SealCandidate, Sealed, Sealer
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.versions import LocalCommit, Versions
+from ckptfs.fs.agent import Agent, AgentSettings
+from ckptfs.fs.agent_requests import AgentRequests
+from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.transport import PlainTransport
+
+CELL = 16 << 10
+SMALL = 8 << 10
+K, M, NODES = 4, 2, 6
+WAIT_SECONDS = 60.0
+
+
+class Saved:
+    """A file that was closed and sealed."""
+
+    def __init__(self, ino: InodeNumber, vid: Vid, segment: SegmentId, content: bytes) -> None:
+        self.ino = ino
+        self.vid = vid
+        self.segment = segment
+        self.content = content
+
+
+class Node:
+    """One node. `down` and `up` end and start its agent, as often as wanted."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.incarnation = time.time_ns()
+        self.store = StoreDirectory.create_or_open(cluster.directory / f"node-{number}", NodeId(f"node-{number}"))
+        self.segments = Segments(self.store.segments)
+        self.mount_db = MountDatabase(self.store.mount_db)
+        self.kv = SqliteCatalog.open(cluster.directory / "catalog.db", writer_label=f"node-{number}")
+        self.namespace = Namespace(self.kv, self.store.store_id, self.incarnation, time.time_ns)
+        self.versions = Versions(self.kv, self.store.store_id, self.incarnation, time.time_ns)
+        self.sealer = Sealer(self.segments, K, CELL, SMALL)
+        self.told: list[Vid] = []
+        self.agent: Agent | None = None
+        self._scope: trio.CancelScope | None = None
+        self._ended = trio.Event()
+
+    async def up(self) -> None:
+        agent = self.agent = Agent(
+            self.store,
+            SqliteCatalog.open(self.cluster.directory / "catalog.db", writer_label=f"agent-{self.number}"),
+            self.cluster.settings,
+            self.incarnation,
+            choose_codec("auto"),
+            PlainTransport(stall_seconds=5.0),
+            MountDatabaseReader(self.store.mount_db),
+            self._protected,
+            time.time_ns,
+            AgentSettings(
+                small_file_size=SMALL,
+                buffer_bytes_max=2 << 20,
+                reserve_fraction=0.0,
+                shortfall_seconds=self.cluster.shortfall_seconds,
+            ),
+        )
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        await self.cluster.nursery.start(self._run, agent)
+
+    async def _run(self, agent: Agent, *, task_status: trio.TaskStatus[str]) -> None:
+        assert self._scope is not None
+        try:
+            with self._scope:
+                await agent.run(task_status=task_status)
+        finally:
+            with trio.CancelScope(shield=True):
+                await agent.aclose()
+                await agent._kv.aclose()  # type: ignore[attr-defined]
+            self.agent = None
+            self._ended.set()
+
+    async def down(self) -> None:
+        if self._scope is not None and self.agent is not None:
+            self._scope.cancel()
+            await self._ended.wait()
+
+    async def close(self) -> None:
+        await self.down()
+        self.mount_db.close()
+        await self.kv.aclose()
+
+    @property
+    def running(self) -> Agent:
+        assert self.agent is not None
+        return self.agent
+
+    async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        return await AgentRequests(self.running).answer({"do": do, **fields})
+
+    async def _protected(self, vids: Sequence[Vid]) -> bool:
+        self.told += vids
+        self.mount_db.set_protected(vids)
+        return True
+
+    # ---- what a mount does
+
+    async def save(self, name: str, content: bytes, *, wake: bool = True) -> Saved:
+        segment = new_segment_id()
+        created = await self.namespace.create_file(ROOT_INODE, name.encode(), stat.S_IFREG | 0o644, 0, 0, segment)
+        os.close(self.segments.create(segment, created.ino))
+        return await self._write(created.ino, created.vid, segment, content, name, wake)
+
+    async def rewrite(self, saved: Saved, content: bytes, *, wake: bool = True) -> Saved:
+        opened = await self.versions.open_for_writing(saved.ino, truncate_to_new_segment=None)
+        self.mount_db.remove_files([saved.ino])
+        return await self._write(saved.ino, opened.vid, opened.segment, content, "rewritten", wake)
+
+    async def _write(self, ino: InodeNumber, vid: Vid, segment: SegmentId, content: bytes, name: str, wake: bool) -> Saved:
+        with open(self.segments.path_of(segment), "r+b") as file:
+            file.truncate()
+            file.write(content)
+        descriptor = self.segments.open_read(segment)
+        (sealed,) = self.sealer.seal([SealCandidate(ino, vid, segment, descriptor, lambda: True)])
+        os.close(descriptor)
+        assert isinstance(sealed, Sealed)
+        commit = LocalCommit(ino, vid, sealed.size, sealed.root, sealed.cell_size, sealed.mtime_ns, release_writer=True)
+        assert (await self.versions.commit_local([commit])).vids == {vid}
+        row = FileRow(ino, vid, segment, FileState.LOCAL, sealed.size, time.time_ns(), None, name.encode())
+        self.mount_db.put_file(row)
+        if wake and self.agent is not None:
+            self.agent.replicator.wake()
+        return Saved(ino, vid, segment, content)
+
+    async def version(self, saved: Saved) -> Version:
+        version = await self.versions.version(saved.vid)
+        assert version is not None
+        return version
+
+    async def protected(self, *saved: Saved) -> list[Version]:
+        """Wait until they are, and return their records."""
+        with trio.fail_after(WAIT_SECONDS):
+            while True:
+                versions = [await self.version(one) for one in saved]
+                if all(version.state is VersionState.PROTECTED for version in versions):
+                    return versions
+                await trio.sleep(0.01)
+
+    async def content(self, saved: Saved) -> bytes:
+        """As the mount of this node would read it: by `fetch`, part by part."""
+        data = bytearray()
+        while len(data) < len(saved.content):
+            length = min(100_000, len(saved.content) - len(data))
+            answer = await self.ask("fetch", ino=saved.ino, vid=saved.vid, offset=len(data), length=length)
+            assert answer["ok"], answer
+            with open(answer["copy"], "rb") as file:
+                file.seek(len(data))
+                data += file.read(length)
+        return bytes(data)
+
+    def drop_copies(self) -> None:
+        """Forget what was fetched."""
+        for vid in self.running.copies.vids():
+            self.running.copies.remove(vid)
+
+
+class Cluster:
+    """The nodes, by number."""
+
+    def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
+        self.directory = directory
+        self.nursery = nursery
+        self.shortfall_seconds = 0.3
+        self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
+        self.nodes: list[Node] = []
+
+    async def up(self, count: int = NODES) -> None:
+        for number in range(count):
+            node = Node(self, number)
+            self.nodes.append(node)
+            await node.namespace.format_if_empty(self.settings)
+        for node in self.nodes:
+            await node.up()
+
+    async def down(self, *numbers: int) -> None:
+        for number in numbers:
+            await self.nodes[number].down()
+
+    def number_of(self, store: bytes) -> int:
+        return [node.store.store_id for node in self.nodes].index(store)  # type: ignore[arg-type]
+
+    def __getitem__(self, number: int) -> Node:
+        return self.nodes[number]
+
+
+StartCluster = Callable[[int], Any]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, nursery: trio.Nursery, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """Six nodes that are up; with `@pytest.mark.parametrize("cluster", [3], indirect=True)` that many."""
+    cluster = Cluster(tmp_path, nursery)
+    await cluster.up(getattr(request, "param", NODES))
+    yield cluster
+    for node in cluster.nodes:
+        await node.close()
