@@ -107,7 +107,8 @@ class ShardStore:
         self._made = set(os.listdir(self._directory))
 
     def begin(self, header: ShardHeader) -> "ShardWriter":
-        """A writer for this shard, which goes on where an earlier one stopped: see `ShardWriter.resume_stripe`.
+        """A writer for this shard, which goes on where an earlier one stopped: see `ShardWriter.resume_stripe`. A complete
+        shard is re-read; one that is damaged is written anew, and replaced when the new one is complete.
 
         Space is reserved before the first byte. An earlier writer of the same shard that still exists is revoked. Raises
         `StoreFull`, `StoreFailed`, `WriterRevoked` (a later call was faster).
@@ -291,6 +292,7 @@ class ShardWriter:
         self._ended = False
         self._descriptor = -1
         self._complete: HeldShard | None = None
+        self._root_before: bytes | None = None
         self._table = bytearray()
         self._next_stripe = 0
         self._handed_over = HEADER_SIZE
@@ -338,6 +340,9 @@ class ShardWriter:
             if footer.cell_hashes != bytes(self._table):
                 self._remove()
                 raise ShardDamaged("the cells that arrived are not those of the footer; all of them were dropped")
+            if self._root_before not in (None, footer.root):
+                self._remove()
+                raise ShardConflict("a shard with another root, though with damaged cells, is stored under this vid and index")
             end = shard_format.pack_footer(footer)
             offset = HEADER_SIZE + self.header.cells_length
             self._write(end, offset)
@@ -373,6 +378,11 @@ class ShardWriter:
                 with ShardReader(self._path, self.header.vid, self.header.index) as reader:
                     if reader.header != self.header:
                         raise ShardConflict("a shard of another size or code is stored under this vid and index")
+                    self._root_before = reader.footer.root
+                    for right in reader.check_cells():
+                        self._check()
+                        if not right:
+                            raise ShardDamaged("some of its cells fail their hash")
                     self._complete = reader.held()
                     self._table[:] = reader.footer.cell_hashes
                     self._next_stripe = self.resume_stripe = self.header.cell_count
@@ -380,7 +390,9 @@ class ShardWriter:
             except ShardNotFound:
                 pass
             except ShardDamaged:
-                pass  # finish replaces the damaged file, by rename, with one that is right
+                # `finish` replaces the damaged file, by rename, with one that is right. Until then it stays: its other cells
+                # may be what a stripe of this content is short of.
+                pass
             self._store._make_fan(self.header.vid)
             try:
                 self._descriptor = os.open(self.partial_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -520,19 +532,27 @@ class ShardReader:
 
     def verify(self) -> VerifyResult:
         """Re-read every cell."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        buffer = memoryview(bytearray(self.header.cell_size))
         bad: list[int] = []
         count = 0
-        for stripe in range(self.header.cell_count):
-            try:
-                self.read_cell(stripe, buffer)
-            except ShardDamaged:
+        for stripe, right in enumerate(self.check_cells()):
+            if not right:
                 count += 1
                 if len(bad) < BAD_STRIPES_MAX:
                     bad.append(stripe)
         return VerifyResult(not count, tuple(bad), f"{count} of {self.header.cell_count} cells fail their hash" if count else "")
+
+    def check_cells(self) -> Iterator[bool]:
+        """Whether each cell is right, in order, re-read from the drive where the kernel lets go of its cached pages."""
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        buffer = memoryview(bytearray(self.header.cell_size))
+        for stripe in range(self.header.cell_count):
+            try:
+                self.read_cell(stripe, buffer)
+            except ShardDamaged:
+                yield False
+            else:
+                yield True
 
     def held(self) -> HeldShard:
         """This shard's row in the index."""

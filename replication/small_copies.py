@@ -47,9 +47,18 @@ class HeldCopy(NamedTuple):
     stored_at_ns: int
 
 
+_Row = tuple[Vid, InodeNumber, int, bytes, int, bytes, int, Buffer]
+"""A row's columns in their order: `HeldCopy`, and the content."""
+
+
 def copy_root(vid: Vid, content: Buffer) -> bytes:
     """The content root of a version kept as copies: its one cell is the whole content."""
     return content_root(vid, len(content), len(content), cell_hash(content))
+
+
+def _is_right(vid: Vid, root: bytes, size: int, content: bytes) -> bool:
+    """Whether a row's fields belong together."""
+    return 1 <= len(content) == size and copy_root(vid, content) == root
 
 
 class SmallCopies:
@@ -91,13 +100,13 @@ class SmallCopies:
     def put(self, copies: Sequence[SmallCopy]) -> list[bytes]:
         """Store a batch in one synced transaction and return the content roots, computed from what is stored.
 
-        A copy that is there already is kept. Raises `ShardConflict` (other content under this vid; nothing of the batch was
-        stored), `StoreFull`, `StoreFailed`, `ValueError` (empty, too large, too many).
+        A right copy that is there already is kept, a damaged one replaced. Raises `ShardConflict` (other content under this
+        vid; nothing of the batch was stored), `StoreFull`, `StoreFailed`, `ValueError` (empty, too large, too many).
         """
         if len(copies) > BATCH_COUNT_MAX:
             raise ValueError(f"a batch of {len(copies)} copies")
         now = time.time_ns()
-        rows: list[tuple[object, ...]] = []
+        rows: list[_Row] = []
         roots: list[bytes] = []
         for copy in copies:
             if len(copy.vid) != ID_SIZE or not 1 <= len(copy.content) <= COPY_SIZE_MAX or len(copy.content) != copy.size:
@@ -130,7 +139,7 @@ class SmallCopies:
         if row is None:
             raise ShardNotFound(f"no copy of {vid.hex()} in this store")
         held, content = HeldCopy(*row[:7]), bytes(row[7])
-        if len(content) != held.size or not content or copy_root(vid, content) != held.root:
+        if not _is_right(vid, held.root, held.size, content):
             raise ShardDamaged(f"the copy of {vid.hex()} fails its hash")
         return held, content
 
@@ -159,14 +168,14 @@ class SmallCopies:
         with self._lock:
             self._database.close()
 
-    def _store(self, rows: Sequence[tuple[object, ...]]) -> None:
+    def _store(self, rows: Sequence[_Row]) -> None:
         """A row that is there is written again: it may come from a process that died before its sync, and only a commit that
         changes something is synced."""
         self._database.execute("BEGIN IMMEDIATE")
         try:
             for row in rows:
-                there = self._database.execute("SELECT root FROM copies WHERE vid = ?", (row[0],)).fetchone()
-                if there is not None and there[0] != row[5]:
+                there = self._database.execute("SELECT root, size, content FROM copies WHERE vid = ?", (row[0],)).fetchone()
+                if there is not None and there[0] != row[5] and _is_right(row[0], *there):
                     raise ShardConflict("a copy with other content is stored under this vid")
                 self._database.execute(f"INSERT OR REPLACE INTO copies VALUES({', '.join('?' * 8)})", row)
             self._database.execute("COMMIT")

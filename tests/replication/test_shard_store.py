@@ -206,6 +206,14 @@ def test_a_partial_file_with_zeros_where_cells_were_is_dropped_at_the_footer(sto
     assert put(store) == footer_of(HEADER, cells).root
 
 
+def flip(store: ShardStore, offset: int) -> None:
+    with open(store.path_of(VID, 1), "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
 def test_a_foreign_partial_file_is_begun_anew(store: ShardStore) -> None:
     other = ShardHeader(VID, 1, 2, 1, 64, 999)
     writer = store.begin(other)
@@ -236,6 +244,36 @@ def test_other_bytes_under_the_same_vid_are_a_conflict(store: ShardStore) -> Non
 def test_a_damaged_shard_is_replaced_by_a_new_put(store: ShardStore) -> None:
     root = put(store)
     os.truncate(store.path_of(VID, 1), 5000)
+    assert put(store) == root
+    assert store.verify(VID, 1).ok
+
+
+@pytest.mark.parametrize("stripe", range(4))
+def test_a_shard_with_a_damaged_cell_is_served_until_a_new_put_replaced_it(stripe: int, store: ShardStore) -> None:
+    root, cells = put(store), cells_of(HEADER)
+    flip(store, HEADER.cell_offset(stripe))
+    assert store.verify(VID, 1).bad_stripes == (stripe,)
+    writer = store.begin(HEADER)
+    assert writer.resume_stripe == 0
+    write(writer, cells)
+    buffer = memoryview(bytearray(64))
+    with store.open(VID, 1) as reader:
+        for other in {0, 1, 2, 3} - {stripe}:
+            reader.read_cell(other, buffer)
+    assert writer.finish(footer_of(HEADER, cells)) == root
+    assert store.verify(VID, 1).ok
+
+
+def test_a_damaged_cell_does_not_let_other_content_in(store: ShardStore) -> None:
+    root, others = put(store), cells_of(HEADER, b"other")
+    flip(store, HEADER.cell_offset(2))
+    writer = store.begin(HEADER)
+    write(writer, others)
+    with pytest.raises(ShardConflict):
+        writer.finish(footer_of(HEADER, others))
+    assert not os.path.exists(writer.partial_path)
+    with store.open(VID, 1) as reader:
+        assert reader.footer.root == root
     assert put(store) == root
     assert store.verify(VID, 1).ok
 

@@ -84,6 +84,18 @@ def test_a_flipped_byte_of_the_content_is_found_and_a_new_put_repairs_it(copies:
     assert copies.get(copy_of(1).vid)[1] == b"x" * 100
 
 
+def test_a_damaged_root_is_no_conflict(copies: SmallCopies, tmp_path: Path) -> None:
+    copies.put([copy_of(1)])
+    other = sqlite3.connect(tmp_path / "small_copies.db")
+    with other:
+        other.execute("UPDATE copies SET root = ?", (b"r" * 16,))
+    other.close()
+    with pytest.raises(ShardDamaged):
+        copies.get(copy_of(1).vid)
+    copies.put([copy_of(1)])
+    assert copies.get(copy_of(1).vid)[1] == b"x" * 100
+
+
 def test_missing_and_deleted_copies(copies: SmallCopies) -> None:
     copies.put([copy_of(1), copy_of(2)])
     copies.delete([copy_of(1).vid])
