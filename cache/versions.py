@@ -78,6 +78,16 @@ class ProtectedCommit(NamedTuple):
     store_revisions: dict[StoreId, int]
 
 
+class RepairedCommit(NamedTuple):
+    """New holders of a protected version's shards: shard i is at `moved[i]` now. `before` are its shards as they were when the
+    repair began, `store_revisions` the new holders' records as they were when they were chosen."""
+
+    vid: Vid
+    before: list[Shard]
+    moved: dict[int, Shard]
+    store_revisions: dict[StoreId, int]
+
+
 Item = TypeVar("Item", LocalCommit, ProtectedCommit)
 Planned = tuple[Plan, list[tuple[Vid, Version]]]
 """A part of a transaction, and the versions that end with it."""
@@ -311,6 +321,34 @@ class Versions:
             if entry is None or entry.mod_revision != revision:
                 return None
         return await self._plan_protected(protected)
+
+    async def commit_repaired(self, repaired: RepairedCommit) -> bool:
+        """Record the shards' new holders. False, and nothing is changed, if the version was replaced or its shards got other
+        holders meanwhile, or if a new holder's record has changed: what the repair stored is garbage then.
+
+        Precondition: every new holder has durably stored exactly the root the shard had before; another is a `ValueError`.
+        """
+        for index, shard in repaired.moved.items():
+            if repaired.before[index].root != shard.root or shard.store not in repaired.store_revisions:
+                raise ValueError(f"shard {index} got another root, or a holder whose record wasn't read")
+
+        async def attempt() -> bool:
+            found = await find_version(self.kv, repaired.vid)
+            if found is None or found[0].state is not VersionState.PROTECTED or found[0].shards != repaired.before:
+                return False
+            for store, revision in repaired.store_revisions.items():
+                entry = await self.kv.get(store_key(store))
+                if entry is None or entry.mod_revision != revision:
+                    return False
+            version, version_revision = found
+            shards = [repaired.moved.get(index, shard) for index, shard in enumerate(version.shards)]
+            compares: list[Compare] = [Unchanged(version_key(repaired.vid), version_revision)]
+            compares += [Unchanged(store_key(store), revision) for store, revision in repaired.store_revisions.items()]
+            after = msgspec.structs.replace(version, shards=shards)
+            await commit(self.kv, compares, [version_step(repaired.vid, version, after)])
+            return True
+
+        return await repeated(attempt)
 
     async def _commit_all(self, items: Sequence[Item], planner: Planner[Item], careful_planner: Planner[Item]) -> Done[Item]:
         """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one."""

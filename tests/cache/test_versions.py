@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptfs.cache import store_registry
@@ -24,7 +25,7 @@ from ckptfs.cache.errors import DamagedData, HeldElsewhere, NoSuchName, NotPermi
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.version_states import TRANSITIONS, version_step
-from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
+from ckptfs.cache.versions import LocalCommit, ProtectedCommit, RepairedCommit, Versions
 
 OpenCatalog = Callable[..., Any]
 ROOT = ROOT_INODE
@@ -187,6 +188,46 @@ async def test_commits_that_contradict_themselves(world: World, changes: dict[st
     with pytest.raises(ValueError, match=message):
         await world.mine.commit_protected([world.protected(made.ino, made.vid, **changes)])
     assert await world.state(made.vid) is VersionState.LOCAL
+
+
+async def test_a_shard_moves_to_another_holder(world: World) -> None:
+    made = await world.make_protected(b"f")
+    spare = StoreId(b"S" * 16)
+    revision = await store_registry.register_store(world.kv, spare, NodeId("spare"), "127.0.0.1:1", "/store", {})
+    before = await world.mine.version(made.vid)
+    assert before is not None
+    moved = {2: Shard(spare, before.shards[2].root)}
+    repaired = RepairedCommit(made.vid, before.shards, moved, {spare: revision})
+    with pytest.raises(ValueError, match="another root"):
+        await world.theirs.commit_repaired(repaired._replace(moved={2: Shard(spare, b"x" * 16)}))
+    with pytest.raises(ValueError, match="record"):
+        await world.theirs.commit_repaired(repaired._replace(store_revisions={}))
+    assert not await world.theirs.commit_repaired(repaired._replace(store_revisions={spare: revision - 1}))
+    assert await world.theirs.commit_repaired(repaired)
+    after = await world.mine.version(made.vid)
+    assert after is not None
+    assert [shard.store for shard in after.shards] == [*HOLDERS[:2], spare, *HOLDERS[3:]]
+    assert msgspec.structs.replace(after, shards=before.shards) == before
+    assert not await world.theirs.commit_repaired(repaired)  # the shards are no longer where that repair saw them
+
+
+async def test_nothing_moves_to_a_holder_that_left_or_of_a_version_that_was_replaced(world: World) -> None:
+    kept, replaced = await world.make_protected(b"kept"), await world.make_protected(b"replaced")
+    spare = StoreId(b"S" * 16)
+    revision = await store_registry.register_store(world.kv, spare, NodeId("spare"), "127.0.0.1:1", "/store", {})
+
+    def repaired(vid: Vid) -> RepairedCommit:
+        before = world.protected(kept.ino, vid).shards
+        return RepairedCommit(vid, before, {0: Shard(spare, before[0].root)}, {spare: revision})
+
+    await world.tree.unlink(ROOT, b"replaced")
+    assert not await world.mine.commit_repaired(repaired(replaced.vid))
+    await store_registry.set_state(world.kv, spare, StoreState.LOST)
+    assert not await world.mine.commit_repaired(repaired(kept.vid))
+    for made in (kept, replaced):
+        version = await world.mine.version(made.vid)
+        assert version is not None
+        assert spare not in [shard.store for shard in version.shards]
 
 
 async def test_many_in_few_transactions(world: World) -> None:
