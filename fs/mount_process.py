@@ -30,6 +30,7 @@ from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_session import FuseSession, Negotiated
+from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
@@ -131,6 +132,7 @@ class MountProcess:
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._wake_agent)
             nursery.start_soon(sweep.run)
+            nursery.start_soon(close_ghosts, open_files, settler)
             await nursery.start(serve, store.mount_socket, self.answer)
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
             await session.run()

@@ -78,6 +78,7 @@ class Handle:
     file: FileInUse
     flags: int
     writable: bool
+    restored: bool = False
 
 
 class OpenFiles:
@@ -193,10 +194,14 @@ class OpenFiles:
     def restore_handle(self, row: HandleRow, file: FileInUse) -> None:
         """Take up a handle that an earlier daemon gave out."""
         writable = row.flags & os.O_ACCMODE != os.O_RDONLY
-        self._handles[row.fh] = Handle(row.fh, file, row.flags, writable)
+        self._handles[row.fh] = Handle(row.fh, file, row.flags, writable, restored=True)
         file.lane = Lane(row.lane)
         file.handles += 1
         file.writers += writable
+
+    def restored_writers(self) -> list[Handle]:
+        """The handles for writing that an earlier daemon gave out and nobody has released since."""
+        return [handle for handle in self._handles.values() if handle.restored and handle.writable]
 
     def close_handle(self, handle: Handle) -> None:
         """The kernel let the handle go. With the last one the lane ends and the backing id is given back."""

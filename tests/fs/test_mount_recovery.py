@@ -5,13 +5,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, new_segment_id
 from ckptfs.cache.mount_db import FileState
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode
+from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
 from ckptfs.fs.mount_recovery import BOOT_FACT
+from ckptfs.fs.open_files import Lane
 from ckptfs.fs.segment_sweep import SegmentSweep
 
 StartNode = Callable[..., Awaitable[Any]]
@@ -290,3 +294,23 @@ async def test_an_orphan_s_record_that_was_never_written_is_made_up(start_node: 
     assert await node.read(fh) == b"content"
     assert (await node.getattr(ino)).nlink == 0
     await node.release(fh)
+
+
+async def test_a_handle_the_kernel_never_got_does_not_keep_its_file_open(
+    start_node: StartNode, autojump_clock: trio.testing.MockClock
+) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"content")
+    (row,) = node.database.handles()
+    node.database.put_handle(row._replace(lane=Lane.PASSTHROUGH))
+    node = await _killed(start_node, node)
+    with open(node.segments.path_of(node.open_files.get(InodeNumber(ino)).segment), "ab"):  # a program that does have it open
+        with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
+            await close_ghosts(node.open_files, node.settler)
+        assert len(node.open_files.restored_writers()) == 1
+    with trio.fail_after(60):
+        await close_ghosts(node.open_files, node.settler)
+    await node.settle()
+    assert await node.state(ino) is VersionState.LOCAL
+    assert await node.content(ino) == b"content"
