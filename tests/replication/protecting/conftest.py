@@ -5,8 +5,9 @@ What a mount would do is done by `Node.save`: the version is made, sealed and pu
 
 import os
 import stat
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,52 @@ from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.versions import LocalCommit, Versions
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
-from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.codec import Cell, WritableCell, choose_codec
 from ckptfs.replication.transport import PlainTransport
 
 CELL = 16 << 10
 SMALL = 8 << 10
 K, M, NODES = 4, 2, 6
 WAIT_SECONDS = 60.0
+
+
+class GatedCodec:
+    """The real engine; while the gate is shut, encoding stops before the given stripe (counted from the shutting)."""
+
+    def __init__(self) -> None:
+        self._codec = choose_codec("auto")
+        self._left = -1
+        self._reached = threading.Event()
+        self._open = threading.Event()
+        self._open.set()
+
+    @property
+    def name(self) -> str:
+        return self._codec.name
+
+    def shut(self, before_stripe: int = 0) -> None:
+        self._left = before_stripe
+        self._reached.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._left = -1
+        self._open.set()
+
+    async def reached(self) -> None:
+        """Wait until an encoding stands before the gate."""
+        assert await trio.to_thread.run_sync(self._reached.wait, 30.0)
+
+    def encode(self, data: Sequence[Cell], parity: Sequence[WritableCell]) -> None:
+        if not self._open.is_set():
+            self._left -= 1
+            if self._left < 0:
+                self._reached.set()
+                assert self._open.wait(60.0)
+        self._codec.encode(data, parity)
+
+    def reconstruct(self, cells: Mapping[int, Cell], wanted: Mapping[int, WritableCell], k: int, m: int) -> None:
+        self._codec.reconstruct(cells, wanted, k, m)
 
 
 class Saved:
@@ -57,7 +97,9 @@ class Node:
         self.namespace = Namespace(self.kv, self.store.store_id, self.incarnation, time.time_ns)
         self.versions = Versions(self.kv, self.store.store_id, self.incarnation, time.time_ns)
         self.sealer = Sealer(self.segments, K, CELL, SMALL)
+        self.codec = GatedCodec()
         self.told: list[Vid] = []
+        self.hears = True
         self.agent: Agent | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = trio.Event()
@@ -68,7 +110,7 @@ class Node:
             SqliteCatalog.open(self.cluster.directory / "catalog.db", writer_label=f"agent-{self.number}"),
             self.cluster.settings,
             self.incarnation,
-            choose_codec("auto"),
+            self.codec,
             PlainTransport(stall_seconds=5.0),
             MountDatabaseReader(self.store.mount_db),
             self._protected,
@@ -92,7 +134,7 @@ class Node:
         finally:
             with trio.CancelScope(shield=True):
                 await agent.aclose()
-                await agent._kv.aclose()  # type: ignore[attr-defined]
+                await agent._kv.aclose()
             self.agent = None
             self._ended.set()
 
@@ -102,6 +144,7 @@ class Node:
             await self._ended.wait()
 
     async def close(self) -> None:
+        self.codec.open()
         await self.down()
         self.mount_db.close()
         await self.kv.aclose()
@@ -115,6 +158,8 @@ class Node:
         return await AgentRequests(self.running).answer({"do": do, **fields})
 
     async def _protected(self, vids: Sequence[Vid]) -> bool:
+        if not self.hears:
+            return False
         self.told += vids
         self.mount_db.set_protected(vids)
         return True
@@ -174,6 +219,24 @@ class Node:
                 data += file.read(length)
         return bytes(data)
 
+    async def settled(self) -> None:
+        """Wait until nothing waits or is in progress."""
+        with trio.fail_after(WAIT_SECONDS):
+            while True:
+                statistics = self.running.replicator.statistics()
+                if not statistics.in_progress and not statistics.waiting_count and not self.mount_db.exposure().files:
+                    return
+                await trio.sleep(0.01)
+
+    async def delete(self, saved: Saved, name: str) -> None:
+        await self.namespace.unlink(ROOT_INODE, name.encode())
+        self.segments.remove(saved.segment)
+        self.mount_db.remove_files([saved.ino])
+        self.running.replicator.wake()
+
+    def shard_path(self, saved: Saved, index: int) -> Path:
+        return Path(self.running.shard_store.path_of(saved.vid, index))
+
     def drop_copies(self) -> None:
         """Forget what was fetched."""
         for vid in self.running.copies.vids():
@@ -207,9 +270,6 @@ class Cluster:
 
     def __getitem__(self, number: int) -> Node:
         return self.nodes[number]
-
-
-StartCluster = Callable[[int], Any]
 
 
 @pytest.fixture
