@@ -1,4 +1,4 @@
-"""The agent's parts put together: the shard server, the replicator, restore and verify of one node.
+"""The agent's parts put together: the shard server, the replicator, restore, verify and repair of one node.
 
 Everything that differs between a process of its own and several agents in one test process is an argument, so this is
 what both run.
@@ -34,6 +34,7 @@ from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
 from ckptfs.replication.shard_store import ShardStore
@@ -116,7 +117,9 @@ class Agent:
         self.reader = StripeReader(self.members, self.holders, codec)
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
-        self.verifier = Verifier(self.reader, self.members, self.holders, codec, BufferBudget(VERIFY_BUFFER_BYTES).take)
+        take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
+        self.verifier = Verifier(self.reader, self.members, self.holders, codec, take_buffer)
+        self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
         self.address = ""
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:

@@ -9,7 +9,8 @@ disk or catalog), unknown (no such request), internal (a bug; the log has it).
     fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
     attributes {ino}                   -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length}         -> data: bytes as the home has them now, short at the end of the file
-    verify {inos, deep}                -> files: a report for each file there is
+    verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
+                                       `paths` (bytes, one for each inode) go as hints with copies that are made again
     status                             -> see `status`
 """
 
@@ -36,6 +37,9 @@ READ_BYTES_MAX = 16 << 20
 """The largest part one `read` gives; the caller asks again for more."""
 
 MOVED_TRIES = 4
+REPAIR_TRIES = 3
+"""How often a file is verified again that was replaced during its repair."""
+
 Result = TypeVar("Result")
 
 
@@ -182,21 +186,33 @@ class AgentRequests:
     async def _verify(self, request: Message) -> Message:
         await self._agent.members.refresh()
         files = []
-        for number in request["inos"]:
-            ino = InodeNumber(int(number))
-            try:
-                inode = await self._agent.namespace.inode(ino)
-            except NoSuchName:
-                continue
-            if not inode.is_regular:
-                continue
-            version = None if inode.cur is None else await self._agent.versions.version(inode.cur)
-            if inode.cur is None or version is None:
-                files.append({"ino": ino, "result": "lost" if inode.lost else "unprotected", "bytes": inode.size})
-                continue
-            report = await self._agent.verifier.verify(ino, inode.cur, version, deep=bool(request.get("deep")))
-            files.append(report.as_message())
+        inos = [InodeNumber(int(number)) for number in request["inos"]]
+        paths = request.get("paths") or [b""] * len(inos)
+        for ino, path in zip(inos, paths, strict=True):
+            for _ in range(REPAIR_TRIES):
+                report = await self._verify_one(ino, bool(request.get("deep")), bool(request.get("repair")), bytes(path))
+                if report is None or report["result"] != "gone":
+                    break
+            if report is not None:
+                files.append(report)
         return {"files": files}
+
+    async def _verify_one(self, ino: InodeNumber, deep: bool, repair: bool, path: bytes) -> Message | None:
+        """The report of what the file is now; `gone` if that changed while it was being repaired."""
+        try:
+            inode = await self._agent.namespace.inode(ino)
+        except NoSuchName:
+            return None
+        if not inode.is_regular:
+            return None
+        vid = inode.cur
+        version = None if vid is None else await self._agent.versions.version(vid)
+        if vid is None or version is None:
+            return {"ino": ino, "result": "lost" if inode.lost else "unprotected", "bytes": inode.size}
+        report = await self._agent.verifier.verify(ino, vid, version, deep=deep)
+        if repair:
+            report = await self._agent.repairer.repair(ino, vid, version, report, path)
+        return report.as_message()
 
     async def _status(self, request: Message) -> Message:
         """`stores`: every store with `live`; `replicator`, `restorer`, `server`: their statistics; `shards_held`."""

@@ -1,5 +1,6 @@
-"""`ckptfs verify`: have every shard re-read and hashed where it lies, and say what is wrong."""
+"""`ckptfs verify`: have every shard re-read and hashed where it lies, say what is wrong, and have it made again."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ FILES_PER_REQUEST = 16
 ANSWER_SECONDS = 3600.0
 """One request reads every shard of its files; a slow disk with large files takes long, and a dead agent breaks off at once."""
 
-GOOD = ("ok", "unprotected")
+GOOD = ("ok", "unprotected", "repaired")
 """`unprotected`: there are no shards yet, so nothing can be wrong with them."""
 
 UNKNOWN = "unreachable"
@@ -47,7 +48,11 @@ def verify(
     else:
         _print(results)
     if wrong:
-        more = "; the node's agent did not repair them" if repair else "; `ckptfs verify --repair` rebuilds what can be rebuilt"
+        more = (
+            "; why they could not be repaired stands with each"
+            if repair
+            else "; `ckptfs verify --repair` rebuilds what can be rebuilt"
+        )
         raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be{more}", reported=as_json)
     if unknown:
         raise Unreachable(f"of {len(unknown)} of {len(results)} files not every shard's holder could be asked", reported=as_json)
@@ -83,7 +88,9 @@ def _verify_files(
         bar = progress.add_task("verified", total=sum(size for _, _, size in files))
         for start in range(0, len(files), FILES_PER_REQUEST):
             part = files[start : start + FILES_PER_REQUEST]
-            request = {"do": "verify", "inos": [ino for ino, _, _ in part], "deep": deep, "repair": repair}
+            request: dict[str, Any] = {"do": "verify", "inos": [ino for ino, _, _ in part], "deep": deep, "repair": repair}
+            if repair:
+                request["paths"] = [os.fsencode(os.path.relpath(path, place.mountpoint)) for _, path, _ in part]
             answer = place.ask("agent", request, timeout_seconds=ANSWER_SECONDS)
             by_inode = {fact["ino"]: fact for fact in answer["files"]}
             for ino, path, size in part:
@@ -101,7 +108,7 @@ def _print(results: list[dict[str, Any]]) -> None:
     counts: dict[str, int] = {}
     for result in results:
         counts[result["result"]] = counts.get(result["result"], 0) + 1
-        if result["result"] not in GOOD:
+        if result["result"] not in ("ok", "unprotected"):
             out.print(f"{result['result']}: {result['path']}: {result.get('message') or _shards(result)}", soft_wrap=True)
     total = sum(int(result.get("bytes") or 0) for result in results)
     summary = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "no files"
@@ -109,5 +116,5 @@ def _print(results: list[dict[str, Any]]) -> None:
 
 
 def _shards(result: dict[str, Any]) -> str:
-    parts = [f"{word} shards {result[word]}" for word in ("damaged", "missing", "unreachable") if result.get(word)]
+    parts = [f"{word} shards {result[word]}" for word in ("damaged", "missing", "unreachable", "repaired") if result.get(word)]
     return ", ".join(parts) or "no details"

@@ -43,8 +43,9 @@ class ShardVerifiers(Protocol):
 @dataclass
 class FileReport:
     """What verifying one version showed. `result`: ok, unprotected (there are no shards yet), damaged, missing, unreachable
-    (nothing is known to be wrong, but not all could be asked), lost (too few shards are right), gone (no such file now).
-    Lists hold indices of shards."""
+    (nothing is known to be wrong, but not all could be asked), lost (too few shards are right), gone (no such file now),
+    repaired (all is right again: see `replication.repair`). Lists hold indices of shards; those in `repaired` are in no other.
+    """
 
     ino: InodeNumber
     result: str
@@ -52,7 +53,13 @@ class FileReport:
     damaged: list[int] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     unreachable: list[int] = field(default_factory=list)
+    repaired: list[int] = field(default_factory=list)
     message: str = ""
+
+    def worst_of_lists(self) -> str:
+        """The result that follows from the lists of what is wrong; empty if they are."""
+        kinds = {"damaged": self.damaged, "missing": self.missing, "unreachable": self.unreachable}
+        return next((kind for kind, indices in kinds.items() if indices), "")
 
     def as_message(self) -> dict[str, Any]:
         """For the node's socket."""
@@ -63,6 +70,7 @@ class FileReport:
             "damaged": self.damaged,
             "missing": self.missing,
             "unreachable": self.unreachable,
+            "repaired": self.repaired,
             "message": self.message,
         }
 
@@ -187,14 +195,7 @@ class Verifier:
         bad = {*report.damaged, *report.missing}
         needed = 1 if version.layout is ShardLayout.COPIES else version.data_shards
         if report.result == "ok":
-            if len(version.shards) - len(bad) < needed:
-                report.result = "lost"
-            elif report.damaged:
-                report.result = "damaged"
-            elif report.missing:
-                report.result = "missing"
-            elif report.unreachable:
-                report.result = "unreachable"
+            report.result = "lost" if len(version.shards) - len(bad) < needed else report.worst_of_lists() or "ok"
         for indices in (report.damaged, report.missing, report.unreachable):
             indices.sort()
         report.message = "; ".join(complaints[index] for index in sorted(complaints))

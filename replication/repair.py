@@ -1,0 +1,458 @@
+"""Making damaged and missing shards of one version again, out of those that are right.
+
+A shard is rebuilt where it was, if its holder answers: the put replaces what is damaged there. Otherwise it goes to a
+live store in a failure domain that has none of the version's shards, and one catalog transaction names the new holder; what
+the old one may still have is garbage then. Nothing is removed here.
+
+Stripe by stripe: the content is read, every cell of it proved by the content's table, and encoded again. A shard gets its
+footer, without which it is nothing, only if its table gives the root that was acknowledged when the version became
+protected. So repair never changes a shard, it brings the same one back; one that can't be brought back is reported.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import trio
+
+from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.checksum import HASH_SIZE, cell_hash
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.versions import RepairedCommit
+from ckptfs.replication.codec import Codec
+from ckptfs.replication.errors import (
+    NotEnoughDomains,
+    NotEnoughShards,
+    PeerRefused,
+    PeerUnreachable,
+    RefusalReason,
+    ReplicationError,
+    ShardDamaged,
+    ShardNotFound,
+)
+from ckptfs.replication.members import Member, Members, candidates
+from ckptfs.replication.placement import place
+from ckptfs.replication.protect import DurableCatalog, ShardHolders
+from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.shard_format import PATH_HINT_SIZE_MAX, ShardFooter, ShardHeader
+from ckptfs.replication.small_copies import SmallCopy
+from ckptfs.replication.stripe_reader import ShardReaders, StripedContent, StripeReader, shard_root_of
+from ckptfs.replication.striped_attempt import ShardSink, stripe_buffer_size
+from ckptfs.replication.stripes import stripe_cells
+from ckptfs.replication.verify import FileReport
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_MAX = 4
+"""How often what failed is tried again, at the same holder or at another, before it is reported."""
+
+
+class RepairHolders(ShardHolders, ShardReaders, Protocol):
+    """How shards and copies are read from and put to their holders; the own store is one of them."""
+
+
+class RepairedVersions(Protocol):
+    """What is needed of `cache.versions.Versions`."""
+
+    async def version(self, vid: Vid) -> Version | None: ...
+
+    async def commit_repaired(self, repaired: RepairedCommit) -> bool: ...
+
+
+class _Replaced(Exception):
+    """The version ended, or another repair was faster, while this one was under way."""
+
+
+@dataclass
+class _Lane:
+    """One shard that is rebuilt. `store` is where it is put in this round. `table` is that of its cells, once it is proved."""
+
+    index: int
+    store: StoreId
+    table: bytes | None = None
+    hashes: bytearray = field(default_factory=bytearray)
+    next_stripe: int = 0
+    sink: ShardSink | None = None
+    failures: list[StoreId] = field(default_factory=list)
+    useless: set[StoreId] = field(default_factory=set)
+    problem: str = ""
+    given_up: bool = False
+    done: bool = False
+
+    def give_up(self, problem: str) -> None:
+        self.problem, self.given_up = problem, True
+
+
+class Repairer:
+    """Repairs one version at a time, at low priority. `take_buffer(size)` is an async context manager that gives a buffer, as
+    `BufferBudget.take`: one stripe is in memory at a time."""
+
+    def __init__(
+        self,
+        kv: DurableCatalog,
+        versions: RepairedVersions,
+        members: Members,
+        holders: RepairHolders,
+        codec: Codec,
+        threads: QuietThreads,
+        take_buffer: Callable[[int], Any],
+    ) -> None:
+        self._kv = kv
+        self._versions = versions
+        self._members = members
+        self._holders = holders
+        self._codec = codec
+        self._threads = threads
+        self._take_buffer = take_buffer
+        self._one_at_a_time = trio.Lock()
+
+    async def repair(
+        self, ino: InodeNumber, vid: Vid, version: Version, report: FileReport, path_hint: bytes = b""
+    ) -> FileReport:
+        """Rebuild what the report of this version names, and return the report as it stands then: `repaired` has the indices
+        of shards that are right again, the other lists those that are not.
+
+        Never raises for what is wrong with shards or holders; raises `CacheError`. `path_hint` goes with whole copies.
+        """
+        async with self._one_at_a_time:
+            await self._members.refresh(everyone=True)
+            wanted = [*report.damaged, *report.missing]
+            wanted += [index for index in report.unreachable if self._is_gone(version.shards[index].store)]
+            if report.result in ("unprotected", "gone") or not (wanted or report.unreachable):
+                return report
+            lanes = [_Lane(index, version.shards[index].store) for index in sorted(wanted)]
+            try:
+                if not lanes:
+                    pass
+                elif version.layout is ShardLayout.COPIES:
+                    await self._rebuild_copies(ino, vid, version, lanes, path_hint)
+                else:
+                    await self._rebuild_shards(vid, version, lanes)
+                await self._record(vid, version, lanes)
+            except _Replaced as replaced:
+                report.result, report.message = "gone", str(replaced)
+                return report
+            except NotEnoughShards as error:
+                for lane in lanes:
+                    if not lane.done:
+                        lane.give_up(str(error))
+        return self._conclude(version, report, lanes)
+
+    # ---- striped
+
+    async def _rebuild_shards(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
+        content, footer, unreadable = await self._open(vid, version, lanes)
+        reader = StripeReader(self._members, _Without(self._holders, unreadable), self._codec)
+        geometry = content.geometry
+        k = geometry.data_shards
+        for lane in lanes:
+            if lane.index < k:
+                cells = range(lane.index, geometry.cell_count, k)
+                lane.table = b"".join(content.table[cell * HASH_SIZE : (cell + 1) * HASH_SIZE] for cell in cells)
+                self._require_root(content, lane)
+            else:
+                lane.table = content.own_tables.get(lane.index)
+
+        async def open_sink(lane: _Lane) -> None:
+            header = ShardHeader(vid, lane.index, k, geometry.parity_shards, geometry.cell_size, geometry.size)
+            lane.sink = await self._holders.put_shard(lane.store, header, footer.ino, footer.path_hint, footer.revision)
+            lane.next_stripe = lane.sink.resume_stripe
+
+        async def finish(lane: _Lane) -> None:
+            assert lane.sink is not None
+            assert lane.table is not None
+            if await lane.sink.finish(lane.table, content.table) != version.shards[lane.index].root:
+                raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
+            lane.done = True
+
+        async def attempt(tried: list[_Lane]) -> None:
+            try:
+                await self._each(tried, open_sink)
+                opened = [lane for lane in tried if lane.sink is not None]
+                async with self._take_buffer(stripe_buffer_size(geometry)) as buffer:
+                    await self._pass(reader, content, opened, buffer)
+                await self._require_unchanged(vid, version)
+                await self._each([lane for lane in opened if lane.sink is not None], finish)
+            finally:
+                with trio.CancelScope(shield=True):
+                    for lane in tried:
+                        await self._close(lane)
+
+        header = ShardHeader(vid, 0, k, geometry.parity_shards, geometry.cell_size, geometry.size)
+        await self._in_rounds(vid, version, lanes, header.file_length(), attempt)
+
+    async def _open(self, vid: Vid, version: Version, lanes: list[_Lane]) -> tuple[StripedContent, ShardFooter, set[int]]:
+        """The version with its proved tables, a footer to take the hints from, and the shards of which no cell can be read.
+
+        Raises `NotEnoughShards` if no footer has the content's table.
+        """
+        wrong = {lane.index for lane in lanes}
+        others = [index for index in range(len(version.shards)) if index not in wrong]
+        source: ShardFooter | None = None
+        content = StripedContent(vid, version, b"")
+        unreadable: set[int] = set()
+        for index in (*others, *sorted(wrong)):
+            if source is not None and index not in wrong:
+                continue
+            shard = version.shards[index]
+            if self._members.is_known_dead(shard.store):
+                unreadable.update({index} & wrong)
+                continue
+            try:
+                footer = await self._holders.footer(shard.store, vid, index)
+            except ReplicationError as error:
+                self._note(shard.store, error)
+                unreadable.update({index} & wrong)
+                continue
+            if footer.content_root != version.root or footer.header.cell_size != version.cell_size:
+                unreadable.add(index)
+                continue
+            source = source or footer
+            if shard_root_of(content, index, footer.cell_hashes) == shard.root:
+                content.own_tables[index] = footer.cell_hashes
+            else:
+                unreadable.add(index)
+        if source is None:
+            raise NotEnoughShards("no shard's footer can be read, so nothing says what the content was")
+        content.table = source.content_hashes
+        return content, source, unreadable
+
+    async def _pass(self, reader: StripeReader, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
+        """Send each lane the cells it lacks. A lane that fails drops out."""
+        geometry = content.geometry
+        counts = {lane.index: geometry.shard_cell_count(lane.index) for lane in lanes}
+        for lane in lanes:
+            lane.hashes.clear()
+        for stripe in range(geometry.stripe_count):
+            live = [lane for lane in lanes if lane.sink is not None and stripe < counts[lane.index]]
+            live = [lane for lane in live if lane.table is None or lane.next_stripe <= stripe]
+            if not live:
+                continue
+            await self._require_unchanged(content.vid, content.version)
+            await reader.read_stripe(content, stripe, buffer)
+            cells = await self._threads.run(self._cells, content, stripe, buffer, [lane.index for lane in live])
+
+            async def send(lane: _Lane, number: int = stripe, cells: dict[int, tuple[memoryview, bytes]] = cells) -> None:
+                cell, digest = cells[lane.index]
+                assert lane.sink is not None
+                if lane.table is None:
+                    lane.hashes += digest
+                elif digest != lane.table[number * HASH_SIZE : (number + 1) * HASH_SIZE]:
+                    lane.give_up(f"the parity of stripe {number} is not that which was acknowledged")
+                    await self._close(lane)
+                    return
+                if lane.next_stripe <= number:
+                    await lane.sink.send_cell(number, cell, digest)
+                    lane.next_stripe = number + 1
+
+            await self._each(live, send)
+        for lane in lanes:
+            if lane.sink is not None and lane.table is None:
+                lane.table = bytes(lane.hashes)
+                self._require_root(content, lane)
+                if lane.given_up:
+                    await self._close(lane)
+
+    def _cells(
+        self, content: StripedContent, stripe: int, buffer: memoryview, indices: list[int]
+    ) -> dict[int, tuple[memoryview, bytes]]:
+        """The stripe's cells of those shards and their hashes; its data is in the buffer, proved. Runs in a thread."""
+        geometry = content.geometry
+        k, length = geometry.data_shards, geometry.code_length(stripe)
+        data = stripe_cells(geometry, stripe, buffer)
+        parity = [buffer[(k + row) * geometry.cell_size :][:length] for row in range(geometry.parity_shards)]
+        if any(index >= k for index in indices):
+            self._codec.encode(data, parity)
+        cells = {}
+        for index in indices:
+            cell = [*data, *parity][index][: geometry.cell_length(stripe, index)]
+            cells[index] = cell, cell_hash(cell)
+        return cells
+
+    @staticmethod
+    def _require_root(content: StripedContent, lane: _Lane) -> None:
+        assert lane.table is not None
+        if shard_root_of(content, lane.index, lane.table) != content.version.shards[lane.index].root:
+            lane.give_up("what follows from the other shards is not the shard that was acknowledged")
+
+    @staticmethod
+    async def _close(lane: _Lane) -> None:
+        if lane.sink is not None:
+            sink, lane.sink = lane.sink, None
+            await sink.aclose()
+
+    # ---- whole copies
+
+    async def _rebuild_copies(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
+        content = await StripeReader(self._members, self._holders, self._codec).read_copy(vid, version)
+        hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
+        copy = SmallCopy(vid, ino, len(content), hint, await self._kv.revision(), content)
+
+        async def put(lane: _Lane) -> None:
+            if await self._holders.put_copies(lane.store, [copy]) != [version.shards[lane.index].root]:
+                raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
+            lane.done = True
+
+        async def attempt(tried: list[_Lane]) -> None:
+            await self._require_unchanged(vid, version)
+            await self._each(tried, put)
+
+        await self._in_rounds(vid, version, lanes, len(content) + 4096, attempt)
+
+    # ---- holders
+
+    async def _in_rounds(
+        self,
+        vid: Vid,
+        version: Version,
+        lanes: list[_Lane],
+        bytes_each: int,
+        attempt: Callable[[list[_Lane]], Awaitable[None]],
+    ) -> None:
+        """Attempt the lanes until each is done or given up."""
+        for number in range(ROUNDS_MAX):
+            if number:
+                await self._members.refresh(everyone=True)
+            tried = []
+            for lane in lanes:
+                if lane.done or lane.given_up:
+                    continue
+                try:
+                    lane.store = self._holder_for(vid, version, lane, lanes, bytes_each)
+                except NotEnoughDomains as shortage:
+                    lane.give_up(f"{lane.problem or 'its holder is away'}; no other can take it: {shortage}")
+                    continue
+                tried.append(lane)
+            if not tried:
+                return
+            await attempt(tried)
+
+    def _holder_for(self, vid: Vid, version: Version, lane: _Lane, lanes: list[_Lane], bytes_each: int) -> StoreId:
+        """The shard's own holder if it answers and didn't prove useless; else a live store in a domain that has no other shard
+        of the version. Raises `NotEnoughDomains`."""
+        own = version.shards[lane.index].store
+        if own not in lane.useless and not self._is_gone(own):
+            return own
+        places = {index: shard.store for index, shard in enumerate(version.shards)}
+        places.update((other.index, other.store) for other in lanes)
+        del places[lane.index]
+        members = self._members.known()
+        taken = {member.domain for member in members if member.store in places.values()}
+        without = frozenset({*places.values(), *lane.useless, own})
+        free = [candidate for candidate in candidates(members, without=without) if candidate.domain not in taken]
+        return place(free, 1, vid + bytes([lane.index]), bytes_each)[0]
+
+    def _is_gone(self, store: StoreId) -> bool:
+        member = self._members.member(store)
+        return member is None or not member.live or member.state not in (StoreState.IN, StoreState.DRAINING)
+
+    async def _each(self, lanes: Iterable[_Lane], act: Callable[[_Lane], Awaitable[None]]) -> None:
+        """Act on all lanes at once. What a holder says no to is noted in its lane, which is closed."""
+
+        async def guarded(lane: _Lane) -> None:
+            try:
+                await act(lane)
+            except (ReplicationError, OSError) as error:
+                self._note(lane.store, error)
+                lane.problem = f"{self._name(lane.store)}: {error}"
+                refused_for_good = isinstance(error, PeerRefused) and not error.retryable
+                if refused_for_good or lane.store in lane.failures:
+                    lane.useless.add(lane.store)
+                lane.failures.append(lane.store)
+                await self._close(lane)
+
+        async with trio.open_nursery() as nursery:
+            for lane in lanes:
+                nursery.start_soon(guarded, lane)
+
+    def _note(self, store: StoreId, error: Exception) -> None:
+        if isinstance(error, PeerUnreachable):
+            self._members.note_failure(store, error)
+        elif not isinstance(error, ShardDamaged | ShardNotFound):
+            logger.info("repair-holder-failed store=%s error=%s: %s", store.hex(), type(error).__name__, error)
+
+    def _name(self, store: StoreId) -> str:
+        member: Member | None = self._members.member(store)
+        return member.node if member else store.hex()
+
+    # ---- the catalog
+
+    async def _require_unchanged(self, vid: Vid, version: Version) -> None:
+        now = await self._versions.version(vid)
+        if now is None or now.state is not VersionState.PROTECTED:
+            raise _Replaced("the file was replaced, rewritten or deleted while it was being repaired")
+        if now.shards != version.shards:
+            raise _Replaced("another repair gave the file's shards new holders meanwhile")
+
+    async def _record(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
+        """Name the new holders, all or none. Raises `_Replaced`."""
+        moving = [lane for lane in lanes if lane.done and lane.store != version.shards[lane.index].store]
+        if not moving:
+            return
+        moved = {lane.index: Shard(lane.store, version.shards[lane.index].root) for lane in moving}
+        found = {lane.store: self._members.member(lane.store) for lane in moving}
+        revisions = {store: member.revision for store, member in found.items() if member and member.state is StoreState.IN}
+        if len(revisions) == len(found) and await self._versions.commit_repaired(
+            RepairedCommit(vid, version.shards, moved, revisions)
+        ):
+            await self._kv.make_durable()
+            return
+        await self._require_unchanged(vid, version)
+        for lane in moving:
+            lane.done = False
+            lane.give_up(
+                f"{self._name(lane.store)} left the cluster, or came back changed, before it could be recorded as holder"
+            )
+
+    def _conclude(self, version: Version, report: FileReport, lanes: list[_Lane]) -> FileReport:
+        done = {lane.index for lane in lanes if lane.done}
+        report.repaired = sorted(done)
+        for indices in (report.damaged, report.missing, report.unreachable):
+            indices[:] = [index for index in indices if index not in done]
+        needed = 1 if version.layout is ShardLayout.COPIES else version.data_shards
+        if report.result != "lost" or len(version.shards) - len({*report.damaged, *report.missing}) >= needed:
+            report.result = report.worst_of_lists() or ("repaired" if done else report.result)
+        notes = [report.message] if report.message else []
+        for lane in lanes:
+            before = version.shards[lane.index].store
+            if not lane.done:
+                notes.append(f"shard {lane.index} was not repaired: {lane.problem or 'its holder failed again and again'}")
+            elif lane.store == before:
+                notes.append(f"shard {lane.index} was rebuilt on {self._name(before)}")
+            else:
+                notes.append(f"shard {lane.index} was rebuilt on {self._name(lane.store)}, in place of {self._name(before)}")
+        asked = {lane.index for lane in lanes}
+        notes += [
+            f"the holder of shard {index} answers again: it can be verified now"
+            for index in report.unreachable
+            if index not in asked
+        ]
+        report.message = "; ".join(notes)
+        logger.warning(
+            "repaired ino=%d result=%s repaired=%s damaged=%s missing=%s unreachable=%s",
+            report.ino, report.result, report.repaired, report.damaged, report.missing, report.unreachable,
+        )  # fmt: skip
+        return report
+
+
+class _Without:
+    """Shards as their holders have them, but for some that are known to be unreadable: nobody asks for those again at every
+    stripe."""
+
+    def __init__(self, holders: ShardReaders, unreadable: set[int]) -> None:
+        self._holders = holders
+        self._unreadable = unreadable
+
+    async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
+        if index in self._unreadable:
+            raise ShardNotFound(f"shard {index} is known to be unreadable")
+        return await self._holders.read_cell(store, vid, index, stripe, buffer)
+
+    async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
+        if index in self._unreadable:
+            raise ShardNotFound(f"shard {index} is known to be unreadable")
+        return await self._holders.footer(store, vid, index)
+
+    async def read_copy(self, store: StoreId, vid: Vid) -> bytes:
+        return await self._holders.read_copy(store, vid)
