@@ -187,13 +187,17 @@ class Agent:
         while True:
             await trio.sleep(HOUSEKEEPING_SECONDS)
             try:
-                copies = await self.restorer.remove_unwanted(self._is_wanted)
+                copies = await self.remove_unwanted_copies()
                 partials = await trio.to_thread.run_sync(self.shard_store.remove_stale_partials)
             except (CacheError, OSError) as error:
                 log.warning("housekeeping_failed error=%s", error)
                 continue
             if copies or partials:
                 log.info("housekeeping copies_removed=%d partials_removed=%d", copies, partials)
+
+    async def remove_unwanted_copies(self) -> int:
+        """Remove local copies of versions that are gone; returns how many."""
+        return await self.restorer.remove_unwanted(self._is_wanted)
 
     async def _is_wanted(self, vid: Vid) -> bool:
         version = await self.versions.version(vid)

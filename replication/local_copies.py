@@ -9,7 +9,7 @@ page or a flipped bit is simply not there. A copy may be deleted at any time; wh
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,9 +111,11 @@ class LocalCopy:
 class LocalCopies:
     """The `copies/` directory of a store. Blocking."""
 
-    def __init__(self, directory: Path, *, reserve_bytes: int = 0) -> None:
+    def __init__(self, directory: Path, *, reserve_bytes: int = 0, free_bytes: Callable[[], int] | None = None) -> None:
+        """`reserve_bytes` stay free for local saves. `free_bytes` replaces the file system's own answer."""
         self._directory = directory
         self._reserve_bytes = reserve_bytes
+        self._free_bytes = free_bytes or self._free_bytes_of_file_system
         self._evicted = 0
         directory.mkdir(mode=0o700, exist_ok=True)
 
@@ -170,7 +172,7 @@ class LocalCopies:
         sizes = [status.st_blocks * 512 for _, status in self._scan()]
         return LocalCopiesStatistics(len(sizes), sum(sizes), self._evicted)
 
-    def _free_bytes(self) -> int:
+    def _free_bytes_of_file_system(self) -> int:
         status = os.statvfs(self._directory)
         return status.f_bavail * status.f_frsize
 

@@ -15,7 +15,9 @@ import pytest
 import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, Version, VersionState
+from ckptfs.cache.catalog_kv import Compare, Operation, TransactionResult
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -73,6 +75,18 @@ class GatedCodec:
         self._codec.reconstruct(cells, wanted, k, m)
 
 
+class FlakyCatalog(SqliteCatalog):
+    """The real engine, whose next transactions can be made to fail before anything happened."""
+
+    failures_left = 0
+
+    async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise CatalogUnavailable("not now")
+        return await super().transact(compares, operations)
+
+
 class Saved:
     """A file that was closed and sealed."""
 
@@ -105,9 +119,10 @@ class Node:
         self._ended = trio.Event()
 
     async def up(self) -> None:
+        self.agent_kv = FlakyCatalog(os.fspath(self.cluster.directory / "catalog.db"), f"agent-{self.number}", None)
         agent = self.agent = Agent(
             self.store,
-            SqliteCatalog.open(self.cluster.directory / "catalog.db", writer_label=f"agent-{self.number}"),
+            self.agent_kv,
             self.cluster.settings,
             self.incarnation,
             self.codec,
@@ -134,7 +149,7 @@ class Node:
         finally:
             with trio.CancelScope(shield=True):
                 await agent.aclose()
-                await agent._kv.aclose()
+                await self.agent_kv.aclose()
             self.agent = None
             self._ended.set()
 

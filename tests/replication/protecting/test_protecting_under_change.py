@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import trio
 
 from ckptfs.cache.catalog_format import StoreState, VersionState
-from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import ROOT_INODE
 from ckptfs.cache.namespace import RenameFlags
 from ckptfs.cache.store_registry import set_state
@@ -193,8 +193,6 @@ async def test_a_busy_catalog_loses_nothing(cluster: Any) -> None:
     node.codec.shut(before_stripe=STRIPES - 1)
     saved = await node.save("a", os.urandom(SIZE))
     await node.codec.reached()
-    import sqlite3
-
     other = sqlite3.connect(cluster.directory / "catalog.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     node.codec.open()
@@ -209,24 +207,11 @@ async def test_a_busy_catalog_loses_nothing(cluster: Any) -> None:
 async def test_a_catalog_that_is_away_loses_nothing(cluster: Any) -> None:
     node = cluster[0]
     saved = await node.save("a", os.urandom(SIZE), wake=False)
-    protector = node.running.replicator._protector
-    real, failures = protector._versions, 0
-
-    class Away:
-        async def version(self, vid: Any) -> Any:
-            return await real.version(vid)
-
-        async def commit_protected(self, commits: Any) -> Any:
-            nonlocal failures
-            failures += 1
-            if failures < 3:
-                raise CatalogUnavailable("not now")
-            return await real.commit_protected(commits)
-
-    protector._versions = Away()
+    node.agent_kv.failures_left = 2
     node.running.replicator.wake()
     await node.protected(saved)
-    assert failures == 3
+    assert node.agent_kv.failures_left == 0
+    assert node.running.replicator.statistics().attempts_failed == 2
 
 
 async def test_a_thousand_small_files_in_few_batches(cluster: Any) -> None:

@@ -1,0 +1,343 @@
+"""Reading what is elsewhere: damage, absence and lateness of holders; files that only their home has; local copies."""
+
+import os
+import sqlite3
+from typing import Any
+
+import pytest
+import trio
+
+from ckptfs.cache.catalog_format import ShardLayout, Version
+from ckptfs.replication.shard_format import HEADER_SIZE
+
+pytestmark = pytest.mark.slow
+
+CELL = 16 << 10
+STRIPES = 6
+SIZE = STRIPES * 4 * CELL - 100
+
+
+def flip(path: Any, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x40]))
+
+
+def shard_path(cluster: Any, saved: Any, version: Version, index: int) -> Any:
+    return cluster[cluster.number_of(version.shards[index].store)].shard_path(saved, index)
+
+
+async def protected(cluster: Any, size: int = SIZE) -> tuple[Any, Version]:
+    saved = await cluster[0].save("a", os.urandom(size))
+    (version,) = await cluster[0].protected(saved)
+    return saved, version
+
+
+async def test_damaged_cells_are_decoded_and_counted(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    flip(shard_path(cluster, saved, version, 0), HEADER_SIZE + 2 * CELL + 7)
+    flip(shard_path(cluster, saved, version, 3), HEADER_SIZE + 4 * CELL)
+    reader = cluster[2]
+    assert await reader.content(saved) == saved.content
+    counters = reader.running.reader.counters
+    assert counters.cells_decoded == 2
+    assert counters.damaged_by_store == {version.shards[0].store: 1, version.shards[3].store: 1}
+    status = await reader.ask("status")
+    assert status["restorer"]["cells_decoded"] == 2
+
+
+async def test_damaged_parity_is_noticed_before_it_decodes_anything(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    flip(shard_path(cluster, saved, version, 1), HEADER_SIZE + 10)
+    flip(shard_path(cluster, saved, version, 4), HEADER_SIZE + 10)
+    reader = cluster[2]
+    assert await reader.content(saved) == saved.content
+    assert reader.running.reader.counters.damaged_by_store[version.shards[4].store] == 1
+
+
+async def test_too_much_damage_is_an_error_and_never_bytes(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    for index in range(3):
+        flip(shard_path(cluster, saved, version, index), HEADER_SIZE + 2 * CELL)
+    reader = cluster[2]
+    good = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=0, length=100)
+    assert good["ok"]
+    bad = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=2 * 4 * CELL, length=1)
+    assert (bad["ok"], bad["error"]) == (False, "damaged")
+    assert "stripe 2" in bad["message"]
+
+
+@pytest.mark.parametrize("place", ["header", "footer", "cut", "gone", "foreign"])
+async def test_shards_that_are_not_shards_are_passed_over(cluster: Any, place: str) -> None:
+    saved, version = await protected(cluster)
+    for index in (0, 5):
+        path = shard_path(cluster, saved, version, index)
+        if place == "header":
+            flip(path, 20)
+        elif place == "footer":
+            flip(path, os.path.getsize(path) - 100)
+        elif place == "cut":
+            os.truncate(path, os.path.getsize(path) - 1)
+        elif place == "gone":
+            os.unlink(path)
+        else:
+            path.write_bytes(b"something else" * 1000)
+    for node in cluster.nodes:
+        assert await node.content(saved) == saved.content
+
+
+async def test_a_damaged_copy_of_a_small_file_is_passed_over(cluster: Any) -> None:
+    saved = await cluster[0].save("s", os.urandom(500))
+    (version,) = await cluster[0].protected(saved)
+    assert version.layout is ShardLayout.COPIES
+    for shard in version.shards[:2]:
+        database = sqlite3.connect(cluster[cluster.number_of(shard.store)].store.small_copies_db)
+        with database:
+            database.execute("UPDATE copies SET content = zeroblob(size)")
+        database.close()
+    for node in cluster.nodes:
+        assert await node.content(saved) == saved.content
+
+
+async def test_three_nodes_away_is_an_error_and_comes_back_with_them(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    small = await cluster[0].save("s", b"small")
+    (copies,) = await cluster[0].protected(small)
+    reader = next(node for node in cluster.nodes if node.store.store_id not in {shard.store for shard in copies.shards})
+    away = [cluster.number_of(shard.store) for shard in copies.shards]
+    await cluster.down(*away)
+    for one in (saved, small):
+        answer = await reader.ask("fetch", ino=one.ino, vid=one.vid, offset=0, length=5)
+        assert (answer["ok"], answer["error"]) == (False, "unreachable")
+        assert "node-" in answer["message"]
+    for number in away:
+        await cluster[number].up()
+    assert await reader.content(saved) == saved.content
+    assert await reader.content(small) == small.content
+
+
+async def test_a_holder_that_hangs_is_gone_round(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    reader = next(node for node in cluster.nodes if node.store.store_id != version.shards[0].store)
+    holders = reader.running.holders
+    real = holders.read_cell
+    asked = 0
+
+    async def read_cell(store: Any, *arguments: Any) -> int:
+        nonlocal asked
+        if store == version.shards[0].store:
+            asked += 1
+            await trio.sleep_forever()
+        return int(await real(store, *arguments))
+
+    holders.read_cell = read_cell
+    with trio.fail_after(10):
+        assert await reader.content(saved) == saved.content
+    assert 1 <= asked <= STRIPES, "a late holder is asked last, not again and again"
+    assert reader.running.reader.counters.cells_decoded == STRIPES
+
+
+async def test_stripes_are_fetched_once_however_many_ask(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(reader.content, saved)
+    assert reader.running.restorer.bytes_fetched == SIZE
+
+
+async def test_a_random_read_fetches_little(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    answer = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=4 * 4 * CELL + 5, length=10)
+    assert answer["ok"]
+    assert reader.running.restorer.bytes_fetched == 4 * CELL
+
+
+async def test_a_sequential_read_is_fetched_ahead(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    assert (await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=0, length=10))["ok"]
+    with trio.fail_after(10):
+        while reader.running.restorer.bytes_fetched < 5 * 4 * CELL:
+            await trio.sleep(0.01)
+
+
+async def test_local_copies_are_checked_again_after_a_restart(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    assert await reader.content(saved) == saved.content
+    path = reader.running.copies.path_of(saved.vid)
+    await reader.down()
+    flip(path, 3 * 4 * CELL + 1)
+    await reader.up()
+    assert await reader.content(saved) == saved.content
+    assert reader.running.restorer.bytes_fetched == 4 * CELL, "only the stripe with the flipped bit"
+
+
+async def test_a_removed_local_copy_is_made_again(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    assert await reader.content(saved) == saved.content
+    reader.drop_copies()
+    assert await reader.content(saved) == saved.content
+    assert reader.running.restorer.bytes_fetched == 2 * SIZE
+
+
+async def test_copies_of_versions_that_are_gone_are_removed(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    await reader.content(saved)
+    assert await reader.running.remove_unwanted_copies() == 0
+    await cluster[0].delete(saved, "a")
+    assert await reader.running.remove_unwanted_copies() == 1
+    assert not reader.running.copies.path_of(saved.vid).exists()
+
+
+# ---- what only its home has
+
+
+async def test_a_local_file_is_read_through_its_home(cluster: Any) -> None:
+    home, reader = cluster[0], cluster[1]
+    home.codec.shut()
+    saved = await home.save("a", os.urandom(SIZE))
+    answer = await reader.ask("attributes", ino=saved.ino)
+    assert (answer["ok"], answer["size"]) == (True, SIZE)
+    answer = await reader.ask("read", ino=saved.ino, offset=SIZE - 10, length=100)
+    assert (answer["ok"], answer["data"]) == (True, saved.content[-10:])
+    assert await reader.content(saved) == saved.content
+
+
+async def test_a_file_being_written_is_read_as_it_is_now(cluster: Any) -> None:
+    home, reader = cluster[0], cluster[1]
+    saved, _ = await protected(cluster)
+    opened = await home.versions.open_for_writing(saved.ino, truncate_to_new_segment=None)
+    home.mount_db.remove_files([saved.ino])
+    with open(home.segments.path_of(opened.segment), "r+b") as file:
+        file.write(b"new bytes")
+        file.truncate(2000)
+    answer = await reader.ask("attributes", ino=saved.ino)
+    assert (answer["size"], answer["mtime_ns"]) == (2000, os.stat(home.segments.path_of(opened.segment)).st_mtime_ns)
+    answer = await reader.ask("read", ino=saved.ino, offset=0, length=9)
+    assert answer["data"] == b"new bytes"
+    await home.down()
+    answer = await reader.ask("read", ino=saved.ino, offset=0, length=9)
+    assert (answer["ok"], answer["error"]) == (False, "unreachable"), "never the older, protected version"
+    assert "node-0" in answer["message"]
+    answer = await reader.ask("fetch_whole", ino=saved.ino)
+    assert answer["error"] == "unreachable"
+
+
+async def test_a_home_that_comes_back_elsewhere_is_found(cluster: Any) -> None:
+    home, reader = cluster[0], cluster[1]
+    home.codec.shut()
+    saved = await home.save("a", os.urandom(SIZE), wake=False)
+    await home.down()
+    blocker = await trio.open_tcp_listeners(
+        int(reader.running.members.address_of(home.store.store_id).split(":")[1]), host="127.0.0.1"
+    )
+    await home.up()
+    answer = await reader.ask("read", ino=saved.ino, offset=0, length=9)
+    assert answer.get("data") == saved.content[:9], answer
+    for listener in blocker:
+        await listener.aclose()
+
+
+async def test_a_local_file_that_is_wrong_at_its_home_is_not_copied(cluster: Any) -> None:
+    home, reader = cluster[0], cluster[1]
+    saved = await home.save("a", os.urandom(SIZE), wake=False)
+    await home.down()
+    await home.up()
+    home.codec.shut()
+    flip(home.segments.path_of(saved.segment), 5000)
+    answer = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=0, length=10)
+    assert (answer["ok"], answer["error"]) == (False, "damaged")
+    assert not reader.running.copies.path_of(saved.vid).exists()
+
+
+async def test_a_whole_copy_is_complete_and_right(cluster: Any) -> None:
+    saved, _ = await protected(cluster)
+    small = await cluster[0].save("s", b"small")
+    empty = await cluster[0].save("e", b"")
+    await cluster[0].protected(small, empty)
+    await cluster.down(0, 5)
+    for one in (saved, small, empty):
+        answer = await cluster[1].ask("fetch_whole", ino=one.ino)
+        assert answer["ok"], answer
+        with open(answer["copy"], "rb") as file:
+            assert file.read() == one.content
+
+
+async def test_requests_without_sense_are_answered(cluster: Any) -> None:
+    node = cluster[0]
+    assert (await node.ask("dance"))["error"] == "unknown"
+    assert (await node.ask("fetch"))["error"] == "unknown"
+    assert (await node.ask("fetch", vid=b"short", offset=0, length=1))["error"] == "unknown"
+    assert (await node.ask("fetch", vid=bytes(16), offset=0, length=1))["error"] == "gone"
+    assert (await node.ask("read", ino=999, offset=0, length=1))["error"] == "gone"
+    assert (await node.ask("read", ino=999, offset=-1, length=1))["error"] == "unknown"
+    assert (await node.ask("attributes", ino=999))["error"] == "gone"
+    assert (await node.ask("verify", inos=[999])) == {"ok": True, "files": []}
+
+
+# ---- verify
+
+
+async def verify(node: Any, saved: Any, **options: Any) -> dict[str, Any]:
+    answer = await node.ask("verify", inos=[saved.ino], **options)
+    assert answer["ok"], answer
+    (report,) = answer["files"]
+    return dict(report)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+async def test_verify_finds_nothing_wrong(cluster: Any, deep: bool) -> None:
+    saved, _ = await protected(cluster)
+    small = await cluster[0].save("s", b"small")
+    empty = await cluster[0].save("e", b"")
+    await cluster[0].protected(small, empty)
+    for one in (saved, small, empty):
+        report = await verify(cluster[2], one, deep=deep)
+        assert (report["result"], report["bytes"], report["message"]) == ("ok", len(one.content), "")
+
+
+async def test_verify_says_which_shards(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    flip(shard_path(cluster, saved, version, 1), HEADER_SIZE + 3 * CELL)
+    report = await verify(cluster[2], saved)
+    assert (report["result"], report["damaged"]) == ("damaged", [1])
+    os.unlink(shard_path(cluster, saved, version, 4))
+    report = await verify(cluster[2], saved, deep=True)
+    assert (report["result"], report["damaged"], report["missing"]) == ("damaged", [1], [4])
+    flip(shard_path(cluster, saved, version, 0), HEADER_SIZE + 3 * CELL)
+    report = await verify(cluster[2], saved, deep=True)
+    assert report["result"] == "lost"
+
+
+async def test_verify_says_who_could_not_be_asked(cluster: Any) -> None:
+    saved, version = await protected(cluster)
+    await cluster.down(cluster.number_of(version.shards[2].store))
+    reader = next(node for node in cluster.nodes if node.agent is not None)
+    report = await verify(reader, saved, deep=True)
+    assert (report["result"], report["unreachable"]) == ("unreachable", [2])
+
+
+async def test_verify_of_what_waits(cluster: Any) -> None:
+    cluster[0].codec.shut()
+    saved = await cluster[0].save("a", os.urandom(SIZE))
+    assert (await verify(cluster[1], saved))["result"] == "unprotected"
+
+
+async def test_verify_finds_a_shard_of_another_content(cluster: Any) -> None:
+    """Whole and valid in itself, but not what was acknowledged."""
+    saved, version = await protected(cluster)
+    other = await cluster[0].save("b", os.urandom(SIZE))
+    (other_version,) = await cluster[0].protected(other)
+    path = shard_path(cluster, saved, version, 2)
+    data = bytearray(shard_path(cluster, other, other_version, 2).read_bytes())
+    path.write_bytes(data)
+    report = await verify(cluster[1], saved)
+    assert (report["result"], report["damaged"]) == ("damaged", [2])
+    assert await cluster[1].content(saved) == saved.content
