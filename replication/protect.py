@@ -196,6 +196,7 @@ class Protector:
                     replace,
                     self.note_failure,
                     still_wanted,
+                    self._is_away,
                 )
                 shards = await self._watched(waiting.vid, lambda: attempt.run(stores))
             _require_sealed(descriptor)
@@ -350,6 +351,10 @@ class Protector:
         if committed:
             await self._kv.make_durable()
         return committed
+
+    def _is_away(self, store: StoreId) -> bool:
+        member = self._members.member(store)
+        return member is None or not member.live
 
     def note_failure(self, store: StoreId, error: Exception) -> None:
         """Count a failed request; a store that can't be reached isn't asked again for a moment."""

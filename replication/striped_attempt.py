@@ -14,11 +14,12 @@ store that refuses one index for that reason takes another.
 """
 
 import logging
+import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -27,14 +28,20 @@ from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root, shard_root
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.codec import Codec
-from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, RefusalReason, ReplicationError
+from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.stripes import Geometry, stripe_cells
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 REPLACE_AFTER_SECONDS = 4.0
 """For how long a holder that failed is tried again before another store takes its shard: a restarted agent is back sooner."""
+
+HANG_SECONDS = 5.0
+"""A holder that takes in nothing for this long, and doesn't answer pings either, has its shard taken away: one that hangs
+would hold up all others until the connection's own, much longer limit."""
 
 RETRY_SECONDS_MIN = 0.1
 
@@ -83,6 +90,8 @@ class _Lane:
     reached: bool = False
     error: Exception | None = None
     failing_since_seconds: float | None = None
+    busy_since_seconds: float | None = None
+    busy_scope: trio.CancelScope | None = None
 
     def assign(self, store: StoreId) -> None:
         """Begin anew with this store. The lane is closed."""
@@ -105,7 +114,8 @@ class StripedAttempt:
     """Use once: `run`. The owner keeps `descriptor` open and `buffer` to itself until `run` has returned or raised.
 
     `replace(index, used)` names another store for a shard, given the stores in use, or raises `NotEnoughDomains`;
-    `note_failure` hears of each failure of a holder. `still_wanted` is asked at every pass.
+    `note_failure` hears of each failure of a holder, `is_away` says whether one answers pings. `still_wanted` is asked at every
+    pass.
     """
 
     def __init__(
@@ -121,8 +131,10 @@ class StripedAttempt:
         replace: Callable[[int, Sequence[StoreId]], Awaitable[StoreId]],
         note_failure: Callable[[StoreId, Exception], None],
         still_wanted: Callable[[], Awaitable[None]],
+        is_away: Callable[[StoreId], bool],
         *,
         replace_after_seconds: float = REPLACE_AFTER_SECONDS,
+        hang_seconds: float = HANG_SECONDS,
     ) -> None:
         self._vid = vid
         self._root = root
@@ -134,7 +146,9 @@ class StripedAttempt:
         self._replace = replace
         self._note_failure = note_failure
         self._still_wanted = still_wanted
+        self._is_away = is_away
         self._replace_after_seconds = replace_after_seconds
+        self._hang_seconds = hang_seconds
         stripe_bytes = stripe_buffer_size(geometry)
         self._buffers = [buffer[at : at + stripe_bytes] for at in range(0, len(buffer) - stripe_bytes + 1, stripe_bytes)]
         if not self._buffers:
@@ -149,17 +163,49 @@ class StripedAttempt:
         Raises `AttemptVoid`, `SegmentDamaged`, or what made the attempt fail: `ReplicationError`, `CacheError`, `OSError`.
         """
         lanes = [_Lane(index, store, self._geometry.shard_cell_count(index)) for index, store in enumerate(stores)]
+        failure: Exception | None = None
         try:
-            while unfinished := [lane for lane in lanes if lane.root is None]:
-                await self._still_wanted()
-                await self._open_all(lanes, unfinished)
-                await self._pass([lane for lane in unfinished if lane.sink is not None])
-                await self._finish_all(unfinished)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_for_hangs, lanes)
+                try:
+                    await self._run(lanes)
+                except (AttemptVoid, ReplicationError, CacheError, OSError) as error:
+                    failure = error  # raised below, where the nursery can't wrap it
+                nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
                 for lane in lanes:
                     await self._close(lane)
+        if failure is not None:
+            raise failure
         return [Shard(lane.store, lane.root or b"") for lane in lanes]
+
+    async def _run(self, lanes: list[_Lane]) -> None:
+        while unfinished := [lane for lane in lanes if lane.root is None]:
+            await self._still_wanted()
+            await self._open_all(lanes, unfinished)
+            await self._pass([lane for lane in unfinished if lane.sink is not None])
+            await self._finish_all(unfinished)
+
+    async def _watch_for_hangs(self, lanes: list[_Lane]) -> None:
+        while True:
+            await trio.sleep(self._hang_seconds / 5)
+            for lane in lanes:
+                since = lane.busy_since_seconds
+                if since is not None and trio.current_time() - since >= self._hang_seconds and self._is_away(lane.store):
+                    assert lane.busy_scope is not None
+                    lane.busy_scope.cancel()
+
+    async def _unless_hung(self, lane: _Lane, call: Awaitable[Result]) -> Result:
+        """Await what the lane's holder does. Raises `PeerUnreachable` when it hangs; the lane is not opened again then."""
+        lane.busy_since_seconds = trio.current_time()
+        try:
+            with trio.CancelScope() as lane.busy_scope:
+                return await call
+        finally:
+            lane.busy_since_seconds = None
+        lane.failing_since_seconds = -math.inf
+        raise PeerUnreachable(f"it hangs: nothing was taken in for {self._hang_seconds:g} s, and it doesn't answer pings")
 
     async def _open_all(self, lanes: list[_Lane], unfinished: list[_Lane]) -> None:
         """Open the lanes that are not open. A holder that can't be reached is tried again for a while if it was reached
@@ -212,7 +258,7 @@ class StripedAttempt:
 
     async def _open(self, lane: _Lane) -> None:
         try:
-            lane.sink = await self._open_sink(lane.store, lane.index)
+            lane.sink = await self._unless_hung(lane, self._open_sink(lane.store, lane.index))
         except (ReplicationError, OSError) as error:
             if isinstance(error, PeerRefused) and error.reason is RefusalReason.CONFLICT:
                 self._conflicts.add((lane.store, lane.index))
@@ -294,7 +340,8 @@ class StripedAttempt:
             if lane.sink is not None and lane.next_stripe == stripe.number and stripe.number < lane.cell_count:
                 length = self._geometry.cell_length(stripe.number, lane.index)
                 try:
-                    await lane.sink.send_cell(stripe.number, stripe.cells[lane.index][:length], stripe.hashes[lane.index])
+                    cell = stripe.cells[lane.index][:length]
+                    await self._unless_hung(lane, lane.sink.send_cell(stripe.number, cell, stripe.hashes[lane.index]))
                 except (ReplicationError, OSError) as error:
                     await self._fail(lane, error)
                 else:
@@ -361,7 +408,7 @@ class StripedAttempt:
             self._vid, lane.index, geometry.data_shards, geometry.parity_shards, geometry.cell_size, geometry.size, own_table
         )
         try:
-            root = await lane.sink.finish(own_table, content_table)
+            root = await self._unless_hung(lane, lane.sink.finish(own_table, content_table))
             if root != expected:
                 raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
         except (ReplicationError, OSError, CacheError) as error:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_format import Shard
 from ckptfs.cache.checksum import cell_table, content_root
@@ -49,6 +50,8 @@ class FlakySink:
 
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         if stripe == self._fail_at:
+            if isinstance(self._error, TimeoutError):
+                await trio.sleep_forever()
             raise self._error
         await self._sink.send_cell(stripe, cell, digest)
 
@@ -81,6 +84,7 @@ class Stage:
         self.ids = list(self.stores)
         self.faults: list[tuple[int, int, Exception]] = []
         self.refused: set[int] = set()
+        self.hanging: set[int] = set()
         self.opened: list[tuple[int, int, int]] = []
         self.failures: list[tuple[int, Exception]] = []
         self.spare = [6, 7]
@@ -140,7 +144,9 @@ class Stage:
             replace,
             note_failure,
             still_wanted,
+            lambda store: self.ids.index(store) in self.hanging,
             replace_after_seconds=0.3,
+            hang_seconds=0.3,
         )
 
     def first(self, count: int) -> list[StoreId]:
@@ -221,6 +227,22 @@ async def test_holders_that_are_away_from_the_start_are_replaced_at_once(stage: 
     shards = await stage.attempt().run(stage.first(5))
     assert sorted(stage.ids.index(shard.store) for shard in shards) == [1, 2, 3, 6, 7]
     assert stage.content_of(shards) == stage.content
+
+
+async def test_a_holder_that_hangs_is_replaced(stage: Stage) -> None:
+    stage.faults = [(1, 4, TimeoutError())]
+    stage.hanging = {1}
+    shards = await stage.attempt().run(stage.first(5))
+    assert [stage.ids.index(shard.store) for shard in shards] == [0, 6, 2, 3, 4]
+    assert stage.content_of(shards) == stage.content
+
+
+async def test_a_holder_that_is_slow_but_answers_pings_is_waited_for(stage: Stage) -> None:
+    stage.faults = [(1, 4, TimeoutError())]
+    with trio.move_on_after(1.0) as waited:
+        await stage.attempt().run(stage.first(5))
+    assert waited.cancelled_caught
+    assert stage.failures == []
 
 
 async def test_too_few_holders_leave_no_complete_shard(stage: Stage) -> None:
