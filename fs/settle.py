@@ -59,6 +59,7 @@ class Settler:
         self._wake = trio.Event()
         self._wake_hurry = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
+        self._sealing_count = 0
 
     def closed(self, file: FileInUse) -> None:
         """Nobody has the file open for writing now; it becomes local unless somebody opens it again."""
@@ -74,7 +75,7 @@ class Settler:
     @property
     def waiting_count(self) -> int:
         """Files that are closed but not yet local."""
-        return len(self._due)
+        return len(self._due) + self._sealing_count
 
     def _schedule(self, file: FileInUse, delay_seconds: float) -> None:
         # Deadlines fall on common ticks: what was closed at about the same time is sealed in one batch, and shares the journal
@@ -111,8 +112,11 @@ class Settler:
             file = self._due.get(ino)
             if file is not None and (everything or file.settle_at == settle_at):  # else it was closed again since
                 due.append(self._due.pop(ino))
+        self._sealing_count += len(due)
         for start in range(0, len(due), BATCH_COUNT):
-            await self._settle(due[start : start + BATCH_COUNT])
+            batch = due[start : start + BATCH_COUNT]
+            await self._settle(batch)
+            self._sealing_count -= len(batch)
 
     async def _settle(self, files: list[FileInUse]) -> None:
         file_of: dict[bytes, FileInUse] = {}
