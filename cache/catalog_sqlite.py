@@ -49,7 +49,7 @@ from ckptfs.cache.catalog_kv import (
     TransactionResult,
     Unchanged,
 )
-from ckptfs.cache.errors import CatalogCompacted, CatalogUnavailable, DamagedData, StoreError
+from ckptfs.cache.errors import CatalogCompacted, CatalogFull, CatalogUnavailable, DamagedData, StoreError
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
 
 log = logging.getLogger(__name__)
@@ -627,7 +627,7 @@ def _translated(path: str, error: sqlite3.Error) -> Exception:
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedData(f"the catalog {path} is damaged ({error}): restore it from a copy; nothing was changed")
     if code == sqlite3.SQLITE_FULL:
-        return CatalogUnavailable(f"the catalog {path} can't grow: no space left on its file system")
+        return CatalogFull(f"the catalog {path} can't grow: no space left on its file system")
     if isinstance(error, sqlite3.ProgrammingError):
         return CatalogUnavailable(f"the catalog {path} is closed here ({error})")
     return CatalogUnavailable(f"the catalog {path} can't be used now: {error}")

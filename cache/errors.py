@@ -17,6 +17,10 @@ class CatalogUnavailable(CacheError):
     """The catalog's engine can't be reached now; the call may be repeated."""
 
 
+class CatalogFull(CatalogUnavailable):
+    """The catalog can't grow: no space is left on its file system. Reads, and changes that free space, go on."""
+
+
 class CatalogCompacted(CacheError):
     """The history a watch asked for is gone; the caller reloads in full."""
 

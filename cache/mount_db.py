@@ -16,8 +16,10 @@ WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most
 
 import contextlib
 import enum
+import errno
 import sqlite3
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,11 +117,16 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
         raise StoreError(f"{path} can't be opened ({error}); stop the node and delete it, it is rebuilt at start") from None
 
 
+def _is_full(error: sqlite3.OperationalError) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+
+
 class MountDatabase:
     """The writer. Calls take some ten microseconds and never wait for a disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._owed: deque[tuple[str, Sequence[Sequence[object]]]] = deque()
         self._connection = _connect(path, read_only=False)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
@@ -136,7 +143,6 @@ class MountDatabase:
         except sqlite3.DatabaseError as error:
             self._connection.close()
             raise StoreError(f"{path} is damaged ({error}); stop the node and delete it, it is rebuilt at start") from None
-        self._execute = self._connection.execute
 
     def close(self) -> None:
         self._connection.close()
@@ -155,7 +161,7 @@ class MountDatabase:
         self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (name, value))
 
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
-        """Set the file's row, and add the handle, in one transaction."""
+        """Set the file's row, and add the handle, in one transaction. Raises `OSError` (ENOSPC) on a full drive."""
         if handle is None:
             self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             return
@@ -164,35 +170,71 @@ class MountDatabase:
         )
 
     def put_handle(self, handle: HandleRow) -> None:
-        self._execute("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", handle)
+        """Add the handle; on a full drive, as soon as there is room: what was saved must be readable there."""
+        self._owe("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", [handle])
 
     def remove_handle(self, fh: int) -> None:
-        self._execute("DELETE FROM handle WHERE fh = ?", (fh,))
+        self._owe("DELETE FROM handle WHERE fh = ?", [(fh,)])
 
     def remove_handle_and_backing(self, fh: int) -> None:
         """The last handle of a file is gone, and its backing id was closed."""
-        self._execute("DELETE FROM last_handle WHERE fh = ?", (fh,))
+        self._owe("DELETE FROM last_handle WHERE fh = ?", [(fh,)])
 
     def set_states(self, changes: Iterable[tuple[FileState, int, Vid]]) -> None:
         """Set (state, size) of the rows with these vids."""
-        self._execute("BEGIN")
-        self._connection.executemany("UPDATE file SET state = ?, size = ? WHERE vid = ?", changes)
-        self._execute("COMMIT")
+        self._owe("UPDATE file SET state = ?, size = ? WHERE vid = ?", list(changes))
 
     def set_protected(self, vids: Iterable[Vid]) -> None:
         """These versions are safe on peers: their rows go, unless the file is in use."""
         parameters = [(vid,) for vid in vids]
-        self._execute("BEGIN")
-        self._connection.executemany("UPDATE file SET state = 3 WHERE vid = ? AND state = 2", parameters)
-        self._connection.executemany(
-            "DELETE FROM file WHERE vid = ? AND state = 3 AND ino NOT IN (SELECT ino FROM handle)", parameters
-        )
-        self._execute("COMMIT")
+        self._owe("UPDATE file SET state = 3 WHERE vid = ? AND state = 2", parameters)
+        self._owe("DELETE FROM file WHERE vid = ? AND state = 3 AND ino NOT IN (SELECT ino FROM handle)", parameters)
 
     def remove_files(self, inos: Iterable[InodeNumber]) -> None:
-        self._execute("BEGIN")
-        self._connection.executemany("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])
-        self._execute("COMMIT")
+        self._owe("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])
+
+    def settle_debts(self) -> bool:
+        """Make the changes that a full drive has put off, in their order; whether none is left.
+
+        They follow facts committed in the catalog, so they can't be refused; after a kill, recovery finds the same facts.
+        """
+        while self._owed:
+            statement, rows = self._owed[0]
+            try:
+                self._execute_many(statement, rows)
+            except sqlite3.OperationalError as error:
+                if not _is_full(error):
+                    raise
+                return False
+            self._owed.popleft()
+        return True
+
+    def _owe(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
+        self._owed.append((statement, rows))
+        self.settle_debts()
+
+    def _execute(self, statement: str, parameters: Sequence[object]) -> None:
+        if self._owed and not self.settle_debts():
+            raise OSError(errno.ENOSPC, "no space left for mount.db")
+        try:
+            self._connection.execute(statement, parameters)
+        except sqlite3.OperationalError as error:
+            if not _is_full(error):
+                raise
+            raise OSError(errno.ENOSPC, "no space left for mount.db") from None
+
+    def _execute_many(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
+        if len(rows) == 1:
+            self._connection.execute(statement, rows[0])
+            return
+        self._connection.execute("BEGIN")
+        try:
+            self._connection.executemany(statement, rows)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
 
     def files(self) -> list[FileRow]:
         """Every row: bounded by what is in use or not yet protected."""
@@ -208,10 +250,8 @@ class MountDatabase:
 
     def forget_handles(self) -> None:
         """A new connection: the kernel holds none of the old handles and backing ids."""
-        self._execute("BEGIN")
-        self._execute("DELETE FROM handle")
-        self._execute("UPDATE file SET backing_id = NULL")
-        self._execute("COMMIT")
+        self._connection.execute("DELETE FROM handle")
+        self._connection.execute("UPDATE file SET backing_id = NULL")
 
     def exposure(self) -> Exposure:
         count, size, oldest = self._connection.execute(

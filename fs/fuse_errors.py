@@ -27,6 +27,7 @@ _TABLE: tuple[tuple[type[Exception], int], ...] = (
     (cache.NotPermitted, errno.EPERM),
     (cache.HeldElsewhere, errno.EBUSY),
     (cache.NameMoved, errno.ESTALE),
+    (cache.CatalogFull, errno.ENOSPC),
     (cache.CatalogUnavailable, errno.EIO),
     (ContentUnreachable, errno.EIO),
     (NodeNotAnswering, errno.EIO),

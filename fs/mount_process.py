@@ -165,6 +165,7 @@ class MountProcess:
     async def _checkpoint_now_and_then(self) -> None:
         while True:
             await trio.sleep(CHECKPOINT_SECONDS)
+            self._database.settle_debts()
             await trio.to_thread.run_sync(self._database.checkpoint)
 
     async def _wake_agent(self) -> None:
