@@ -13,7 +13,7 @@ import trio
 
 from ckptfs.cache.catalog_format import Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
-from ckptfs.replication.errors import ReplicationError
+from ckptfs.replication.errors import PeerUnreachable, ReplicationError
 from ckptfs.replication.placement import Candidate
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,10 @@ class Members:
         try:
             with trio.fail_after(PING_SECONDS_MAX):
                 free_bytes = await self._ping(store, address)
-        except (ReplicationError, trio.TooSlowError) as error:
+        except trio.TooSlowError:
+            self.note_failure(store, PeerUnreachable(f"{address} doesn't answer a ping within {PING_SECONDS_MAX:g} s"))
+            return
+        except ReplicationError as error:
             self.note_failure(store, error)
             return
         before = self._answers.get(store)

@@ -152,9 +152,7 @@ class Restorer:
         try:
             async with lock:
                 source = self._sources.get(vid)
-                if source is not None and (
-                    source.version.shards != version.shards or not await self._in_thread(source.copy.exists)
-                ):
+                if source is not None and (source.version.shards != version.shards or not source.copy.exists()):
                     self._forget(vid)
                     source = None
                 if source is None:
