@@ -16,7 +16,6 @@ WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most
 
 import contextlib
 import enum
-import errno
 import sqlite3
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -118,7 +117,8 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _is_full(error: sqlite3.OperationalError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
 class MountDatabase:
@@ -142,15 +142,24 @@ class MountDatabase:
                 )
         except sqlite3.DatabaseError as error:
             self._connection.close()
+            if isinstance(error, sqlite3.OperationalError) and _is_full(error):
+                raise StoreError(f"{path}: no space is left on its file system; the node needs a little to start") from None
             raise StoreError(f"{path} is damaged ({error}); stop the node and delete it, it is rebuilt at start") from None
 
     def close(self) -> None:
         self._connection.close()
 
     def checkpoint(self) -> None:
-        """Move the write-ahead log into the database. Waits for the disk: for a thread, on a connection of its own."""
+        """Move the write-ahead log into the database. Waits for the disk: for a thread, on a connection of its own.
+
+        What a full drive has no room for stays in the log.
+        """
         with contextlib.closing(_connect(self._path, read_only=False)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.OperationalError as error:
+                if not _is_full(error):
+                    raise
 
     def fact(self, name: str) -> bytes | None:
         """The fact's value, or None."""
@@ -161,13 +170,12 @@ class MountDatabase:
         self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (name, value))
 
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
-        """Set the file's row, and add the handle, in one transaction. Raises `OSError` (ENOSPC) on a full drive."""
+        """Set the file's row, and add the handle, in one transaction; on a full drive, as soon as there is room."""
         if handle is None:
-            self._execute("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._owe("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", [row])
             return
-        self._execute(
-            "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, handle.fh, handle.flags, handle.lane)
-        )
+        values = (*row, handle.fh, handle.flags, handle.lane)
+        self._owe("INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [values])
 
     def put_handle(self, handle: HandleRow) -> None:
         """Add the handle; on a full drive, as soon as there is room: what was saved must be readable there."""
@@ -212,16 +220,6 @@ class MountDatabase:
     def _owe(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
         self._owed.append((statement, rows))
         self.settle_debts()
-
-    def _execute(self, statement: str, parameters: Sequence[object]) -> None:
-        if self._owed and not self.settle_debts():
-            raise OSError(errno.ENOSPC, "no space left for mount.db")
-        try:
-            self._connection.execute(statement, parameters)
-        except sqlite3.OperationalError as error:
-            if not _is_full(error):
-                raise
-            raise OSError(errno.ENOSPC, "no space left for mount.db") from None
 
     def _execute_many(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
         if len(rows) == 1:

@@ -96,7 +96,11 @@ class FileOperations:
                 handle = await self._open(ino, flags, header.uid)
                 return await self._view.entry(ino, inode) + _open_reply(handle)
             file, inode = await self._make(parent, name, mode, header.uid, header.gid)
-        handle = self._open_handle_for_writing(file, flags)
+        try:
+            handle = self._open_files.open_handle(file, flags, store_row=True)
+        except OSError:
+            self.removed(await self._namespace.unlink(parent, name))
+            raise
         return await self._view.entry(file.ino, inode) + _open_reply(handle)
 
     def _open_handle_for_writing(self, file: FileInUse, flags: int) -> Handle:
