@@ -19,7 +19,9 @@ import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import ID_SIZE
+from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import begin_session, session_label
@@ -57,6 +59,8 @@ class Supervisor:
             os.set_inheritable(lock, True)
             self._clean_stale_mount(store)
             fuse_device.check_mountpoint(config.mountpoint)
+            _check_usable(store)
+            held.callback(remove_pid_file, store.run, "supervisor")
             label = session_label(store.store_id, self._incarnation)
             kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/supervisor", session=label)
             await self._join(kv, store)
@@ -65,8 +69,6 @@ class Supervisor:
             fuse_device.mount(device, config.mountpoint, config.store, allow_other=config.mount.allow_other)
             fuse_device.set_read_ahead(config.mountpoint, READ_AHEAD_BYTES)
             held.callback(fuse_device.unmount, config.mountpoint, lazily=True)
-            write_pid_file(store.run, "supervisor")
-            held.callback(remove_pid_file, store.run, "supervisor")
             log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, self._incarnation)
             with tempfile.NamedTemporaryFile("wb", suffix=".json", dir=store.run, prefix="config-") as file:
                 file.write(msgspec.json.encode(config))
@@ -150,6 +152,15 @@ class Supervisor:
             if process.poll() is None:
                 log.error("process_did_not_end role=%s: killed", role)
                 process.kill()
+
+
+def _check_usable(store: StoreDirectory) -> None:
+    """Refuse now what the children would only find when the mount is there and programs wait in it. Raises `StoreError`."""
+    MountDatabase(store.mount_db).close()
+    try:
+        write_pid_file(store.run, "supervisor")
+    except OSError as error:
+        raise StoreError(f"the store {store.path} can't be written to: {error.strerror}; nothing was mounted") from None
 
 
 async def _wait_ended(process: "subprocess.Popen[bytes]") -> int:
