@@ -239,7 +239,7 @@ def test_a_killed_supervisor_takes_all_with_it_and_the_next_start_cleans_up(star
     os.kill(supervisor, signal.SIGKILL)
     _wait(lambda: node.processes.living() == [])
     assert mounts_at(node.mountpoint)  # still there, and dead
-    with pytest.raises(OSError, match="not connected|connection abort") as caught:
+    with pytest.raises(OSError, match=r"not connected|connection abort") as caught:
         os.stat(node.mountpoint)
     assert caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     with contextlib.suppress(OSError):
