@@ -217,6 +217,8 @@ class AgentRequests:
     async def _status(self, request: Message) -> Message:
         """`stores`: every store with `live`; `replicator`, `restorer`, `server`: their statistics; `shards_held`."""
         agent = self._agent
+        if request.get("fresh"):  # somebody decides on it: what was true some seconds ago is not enough
+            await agent.members.refresh(everyone=True)
         replicator = agent.replicator.statistics()
         held = agent.shard_store.statistics()
         counters = agent.reader.counters

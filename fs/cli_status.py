@@ -113,10 +113,20 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
     return Group(table, *(f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()))
 
 
+_RISKS = {
+    "open": ", not safe if its node is lost",
+    "local": ", not safe if its node is lost",
+    "degraded": ", not safe if one more of its holders is lost",
+    "protected": ", not safe if one of its holders is lost",
+    "unreachable": ": start the nodes that hold it",
+    "lost": ": no content survived",
+}
+
+
 def _path_text(document: dict[str, Any]) -> RenderableType:
     files = "" if document["files"] == 1 else f" in {document['files']} files"
     survives = document["protected_m"]
-    tail = f", survives the loss of any {survives} failure domains" if survives else ", not safe if this node is lost"
+    tail = f", survives the loss of any {survives} failure domains" if survives else _RISKS.get(document["state"], "")
     if not document["files"]:
         tail = ""
     return f"{document['state']}: {human_bytes(document['bytes'])}{files}{tail}"

@@ -27,10 +27,10 @@ class Durability:
     async def states(
         self, inos: Iterable[InodeNumber], stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
     ) -> dict[int, Fact]:
-        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `condition`, `home`.
+        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`.
 
-        `condition` is "" or, in order of gravity, "degraded" (shards are missing), "unreachable" (no node that has the bytes
-        answers), "lost". `protected_m` is 0 for what isn't protected.
+        `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away), "unreachable"
+        (no node that has the bytes answers) or "lost". `protected_m` is 0 for what isn't protected.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -49,25 +49,26 @@ class Durability:
         vid = inode.open if being_written and inode.open is not None else inode.cur
         version = None if vid is None else await self._versions.version(vid)
         if version is None:
-            return {"state": "open", "protected_m": 0, "bytes": inode.size, "condition": "lost", "home": ""}
+            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": ""}
         home = stores.get(version.home)
         size = (self._size_of(ino) if version.state is VersionState.OPEN else version.size) or 0
         fact = {
             "state": STATE_NAMES.get(version.state, "open"),
             "protected_m": 0,
             "bytes": size,
-            "condition": "lost" if inode.lost else "",
             "home": home.node if home is not None else version.home.hex(),
         }
-        if version.state is VersionState.PROTECTED:
+        if inode.lost:
+            fact["state"] = "lost"
+        elif version.state is VersionState.PROTECTED:
             survives = _survives(version, stores, live, parity_shards)
             fact["protected_m"] = max(0, survives)
             if survives == UNREADABLE:
-                fact["condition"] = "unreachable"
+                fact["state"] = "unreachable"
             elif any(shard.store not in live for shard in version.shards):
-                fact["condition"] = "degraded"
+                fact["state"] = "degraded"
         elif version.home not in live:
-            fact["condition"] = "unreachable"
+            fact["state"] = "unreachable"
         return fact
 
 

@@ -203,7 +203,15 @@ class FileOperations:
     async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
         file = self._open_files.get(ino)
         if file is not None and file.is_home:
-            return file
+            if self._is_current(file, inode):
+                return file
+            if file.handles:
+                # Its lane is taken: the kernel lets no other bytes be opened beside it.
+                raise ContentUnreachable(
+                    f"inode {ino} was rewritten on another node while programs here have its old content open: close it there"
+                )
+            self._open_files.drop(file)
+            file = None
         if self._view.written_elsewhere(inode):
             return self._remote_file(ino, None, None, file)
         vid = inode.open if inode.writer is not None else inode.cur
@@ -214,9 +222,15 @@ class FileOperations:
             file = self._home_file(ino, vid, version)
             if file is not None:
                 return file
-        return self._remote_file(
-            ino, vid, version if version.state is VersionState.PROTECTED else None, self._open_files.get(ino)
-        )
+        # What is hashed is fetched and checked, from its shards or from its home; only what is being written can't be.
+        hashed = version.state in (VersionState.LOCAL, VersionState.PROTECTED)
+        return self._remote_file(ino, vid, version if hashed else None, self._open_files.get(ino))
+
+    def _is_current(self, file: FileInUse, inode: Inode) -> bool:
+        """Whether the home's bytes in the table are what readers get now, and not what another node has replaced since."""
+        if inode.writer is not None:
+            return inode.writer.store == self._store
+        return inode.cur == file.vid
 
     def _home_file(self, ino: InodeNumber, vid: Vid, version: Version) -> FileInUse | None:
         """The file with its segment open, or None if the segment was released. An existing entry becomes the home's."""

@@ -203,7 +203,7 @@ class MountProcess:
     async def _live_stores(self) -> set[StoreId] | None:
         """The stores that answer the agent now; None while the agent doesn't answer."""
         try:
-            answer = await self._agent.call({"do": "status"})
+            answer = await self._agent.call({"do": "status", "fresh": True})
         except NodeNotAnswering:
             return None
         return {StoreId(bytes.fromhex(store["store"])) for store in answer["stores"] if store["live"]}
@@ -222,7 +222,7 @@ class MountProcess:
         statistics = self._session.statistics()
         agreed = self._session.negotiated
         passthrough = agreed is not None and agreed.passthrough and not self._lane_reason
-        oldest = 0.0 if exposure.oldest_ns is None else max(0.0, (now_ns() - exposure.oldest_ns) / 1e9)
+        oldest = None if exposure.oldest_ns is None else max(0.0, (now_ns() - exposure.oldest_ns) / 1e9)
         return {
             "ok": True,
             "lane": "passthrough" if passthrough else "served",

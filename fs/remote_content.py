@@ -8,6 +8,8 @@ import logging
 import time
 from typing import NamedTuple
 
+import trio
+
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
@@ -15,6 +17,9 @@ from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
 log = logging.getLogger(__name__)
 
 COMPLAINT_SECONDS = 10.0
+READ_WAIT_SECONDS = 10.0
+"""How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
+RETRY_SECONDS = 0.2
 
 
 class RemoteAttributes(NamedTuple):
@@ -28,8 +33,9 @@ class RemoteAttributes(NamedTuple):
 class RemoteContent:
     """This node's agent, as the mount uses it. All methods raise `ContentUnreachable`."""
 
-    def __init__(self, agent: LocalClient) -> None:
+    def __init__(self, agent: LocalClient, *, wait_seconds: float = READ_WAIT_SECONDS) -> None:
         self._agent = agent
+        self._wait_seconds = wait_seconds
         self._complained: dict[InodeNumber, float] = {}
 
     async def attributes(self, ino: InodeNumber) -> RemoteAttributes:
@@ -53,13 +59,19 @@ class RemoteContent:
         return str(answer["copy"])
 
     async def _ask(self, request: Message, ino: InodeNumber) -> Message:
-        try:
-            answer = await self._agent.call(request)
-        except NodeNotAnswering as error:
-            raise self._unreachable(ino, f"this node's agent does not answer ({error}); it is being restarted") from None
-        if not answer["ok"]:
-            raise self._unreachable(ino, str(answer.get("message", answer.get("error"))))
-        return answer
+        deadline = trio.current_time() + self._wait_seconds
+        while True:
+            try:
+                answer = await self._agent.call(request)
+                if answer["ok"]:
+                    return answer
+                message = str(answer.get("message", answer.get("error")))
+                may_pass = answer.get("error") == "unreachable" and request["do"] != "attributes"
+            except NodeNotAnswering as error:
+                message, may_pass = f"this node's agent does not answer ({error}); it is being restarted", True
+            if not may_pass or trio.current_time() + RETRY_SECONDS > deadline:
+                raise self._unreachable(ino, message)
+            await trio.sleep(RETRY_SECONDS)
 
     def _unreachable(self, ino: InodeNumber, message: str) -> ContentUnreachable:
         now = time.monotonic()

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 READ_AHEAD_STRIPES = 4
+PROOF_ATTEMPTS_MAX = 3
 """How far the fetching runs ahead of a sequential reader: 16 MiB at 4+2, what is in flight at once anyway."""
 
 SOURCES_MAX = 128
@@ -113,7 +114,7 @@ class Restorer:
         source = await self._use(vid, version)
         try:
             parts = source.parts(offset, length)
-            await self._require(source, parts)
+            await self._require_proved(source, parts, offset, length)
             if parts and offset <= source.next_offset + source.part_size:
                 last = -(-version.size // source.part_size)
                 for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
@@ -127,7 +128,9 @@ class Restorer:
         """Return a local copy that is complete, right and synced. Raises as `fetch`."""
         source = await self._use(vid, version)
         try:
-            await self._require(source, source.parts(0, version.size))
+            for part in source.parts(0, version.size):
+                length = min(source.part_size, version.size - part * source.part_size)
+                await self._require_proved(source, range(part, part + 1), part * source.part_size, length)
             await self._in_thread(source.copy.sync)
             return source.copy.path
         finally:
@@ -272,6 +275,27 @@ class Restorer:
                     self._start(source, part)
                     continue
                 await event.wait()
+
+    async def _require_proved(self, source: _Source, parts: range, offset: int, length: int) -> None:
+        """Have the parts, and hash the cells of this range again: what was right when it was written lies on a drive since then.
+
+        Cells that are wrong are fetched anew. Hashing a MiB that is in memory takes a tenth of fetching it.
+        """
+        copy = source.copy
+        for _ in range(PROOF_ATTEMPTS_MAX):
+            await self._require(source, parts)
+            if not parts:
+                return
+            first, last = offset // copy.cell_size, -(-min(offset + length, copy.size) // copy.cell_size)
+            async with self._budget.take(copy.cell_size) as buffer:
+                right = set(await self._in_thread(copy.check, first, last - first, buffer))
+            wrong = [cell for cell in range(first, last) if cell not in right]
+            if not wrong:
+                return
+            logger.warning("copy-damaged vid=%s cells=%d: fetched anew", copy.vid.hex(), len(wrong))
+            for cell in wrong:
+                copy.present[cell] = 0
+        raise CopyFailed(f"the local copy {copy.path} is damaged each time it is written: check the drive")
 
     def _start(self, source: _Source, part: int) -> None:
         if source.has(part) or part in source.loading:

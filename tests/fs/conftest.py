@@ -250,7 +250,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         segments = Segments(store.segments)
         database = MountDatabase(store.mount_db)
         open_files = OpenFiles(database, segments, None)
-        remote = RemoteContent(LocalClient(store.agent_socket))
+        remote = RemoteContent(LocalClient(store.agent_socket), wait_seconds=0)
         reclaimer = Reclaimer(kv, segments)
         told: list[str] = []
 

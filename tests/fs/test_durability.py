@@ -78,31 +78,31 @@ async def cluster() -> Cluster:
 async def test_an_open_file_is_as_large_as_it_is_now(cluster: Cluster) -> None:
     ino, _ = await cluster.open_file(b"file")
     cluster.written[ino] = 4711
-    assert await cluster.fact(ino) == {"state": "open", "protected_m": 0, "bytes": 4711, "condition": "", "home": "node-0"}
-    assert (await cluster.fact(ino, gone={0}))["condition"] == "unreachable"
+    assert await cluster.fact(ino) == {"state": "open", "protected_m": 0, "bytes": 4711, "home": "node-0"}
+    assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
 
 
 async def test_a_local_file_is_where_it_was_written(cluster: Cluster) -> None:
     ino, _ = await cluster.local_file(b"file", 7)
-    assert await cluster.fact(ino) == {"state": "local", "protected_m": 0, "bytes": 7, "condition": "", "home": "node-0"}
-    assert (await cluster.fact(ino, gone={0}))["condition"] == "unreachable"
-    assert (await cluster.fact(ino, gone={1, 2, 3, 4, 5}))["condition"] == ""
+    assert await cluster.fact(ino) == {"state": "local", "protected_m": 0, "bytes": 7, "home": "node-0"}
+    assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
+    assert (await cluster.fact(ino, gone={1, 2, 3, 4, 5}))["state"] == "local"
 
 
 @pytest.mark.parametrize(
-    ("gone", "survives", "condition"),
+    ("gone", "survives", "state"),
     [
-        (set(), 2, ""),
+        (set(), 2, "protected"),
         ({0}, 1, "degraded"),
         ({4, 5}, 0, "degraded"),
         ({3, 4, 5}, 0, "unreachable"),
         ({0, 1, 2, 3, 4, 5}, 0, "unreachable"),
     ],
 )
-async def test_a_protected_file_survives_what_is_left(cluster: Cluster, gone: set[int], survives: int, condition: str) -> None:
+async def test_a_protected_file_survives_what_is_left(cluster: Cluster, gone: set[int], survives: int, state: str) -> None:
     ino = await cluster.protected_file(b"file", STORES)
     fact = await cluster.fact(ino, gone=gone)
-    assert (fact["state"], fact["protected_m"], fact["condition"]) == ("protected", survives, condition)
+    assert (fact["state"], fact["protected_m"]) == (state, survives)
 
 
 async def test_stores_declared_lost_do_not_count_even_if_they_answer(cluster: Cluster) -> None:
@@ -126,13 +126,13 @@ async def test_holders_in_one_failure_domain_die_together() -> None:
 async def test_an_empty_protected_file_is_as_safe_as_the_catalog(cluster: Cluster) -> None:
     ino = await cluster.protected_file(b"file", [], size=0)
     fact = await cluster.fact(ino, gone={1, 2, 3, 4, 5})
-    assert (fact["state"], fact["protected_m"], fact["bytes"], fact["condition"]) == ("protected", 2, 0, "")
+    assert (fact["state"], fact["protected_m"], fact["bytes"]) == ("protected", 2, 0)
 
 
 async def test_a_file_without_content_is_lost(cluster: Cluster) -> None:
     ino, vid = await cluster.open_file(b"file")
     await cluster.kv.transact([], [Delete(version_key(vid))])
-    assert (await cluster.fact(ino))["condition"] == "lost"
+    assert (await cluster.fact(ino))["state"] == "lost"
 
 
 async def test_a_file_opened_again_shows_the_version_that_is_written(cluster: Cluster) -> None:
