@@ -124,7 +124,7 @@ class MountProcess:
             self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
         )
         await recovery.run()
-        sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, store.store_id)
+        sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)

@@ -1,8 +1,9 @@
-"""Segments that nothing refers to: what was to be unlinked when the process that knew of it was killed.
+"""What other nodes removed or rewrote, and what was to be unlinked when the process that knew of it was killed.
 
-Runs once in the background after a start, over the segments that were there before the first request. A segment goes only if no
-version whose home is this store names it in a walk over the catalog, no file in use has it, and, asked again by the inode it is
-labelled with, the catalog still doesn't: a walk may miss a version that a rewrite renames beside it.
+Rows of `mount.db` and files in use whose inode is gone, or moved to another home, are let go; they are few, and looked at often.
+Segments are looked at now and then: one goes only if no version whose home is this store names it in a walk over the catalog, no
+file in use has it, and, asked again by the inode it is labelled with, the catalog still doesn't: a walk may miss a version that a
+rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it.
 """
 
 import logging
@@ -14,6 +15,7 @@ import trio
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
 from ckptfs.cache.ids import SegmentId, StoreId
+from ckptfs.cache.mount_db import FileRow, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -23,8 +25,12 @@ from ckptfs.fs.reclaim import Reclaimer
 log = logging.getLogger(__name__)
 
 
+ROWS_SECONDS = 5.0
+SEGMENTS_SECONDS = 60.0
+
+
 class SegmentSweep:
-    """One sweep: make it before requests are answered (it lists the segments then), `run` it whenever there is time."""
+    """`run` sweeps until it is cancelled."""
 
     def __init__(
         self,
@@ -33,6 +39,7 @@ class SegmentSweep:
         segments: Segments,
         open_files: OpenFiles,
         reclaimer: Reclaimer,
+        database: MountDatabase,
         store: StoreId,
     ) -> None:
         self._namespace = namespace
@@ -40,14 +47,51 @@ class SegmentSweep:
         self._segments = segments
         self._open_files = open_files
         self._reclaimer = reclaimer
+        self._database = database
         self._store = store
-        self._there = segments.all()
 
-    async def run(self) -> int:
-        """Returns how many segments go. An error of the catalog puts it off to the next start."""
+    async def run(self) -> None:
+        segments_at = 0.0
+        while True:
+            await self.sweep_rows()
+            if trio.current_time() >= segments_at:
+                await self.sweep_segments()
+                segments_at = trio.current_time() + SEGMENTS_SECONDS
+            await trio.sleep(ROWS_SECONDS)
+
+    async def sweep_rows(self) -> int:
+        """Let go what other nodes have removed or taken over, unless programs here have it open. Returns how many rows went."""
+        count = 0
+        for row in self._database.files():
+            try:
+                count += await self._let_go(row)
+            except CacheError as error:
+                log.warning("row_sweep_put_off error=%s", error)
+                break
+        return count
+
+    async def _let_go(self, row: FileRow) -> bool:
+        await trio.lowlevel.checkpoint()
+        if await self._versions.version(row.vid) is not None:
+            return False
+        async with self._open_files.alone(row.ino):  # nobody begins to write it meanwhile
+            file = self._open_files.get(row.ino)
+            in_use = file is not None and (file.handles or file.pins or file.vid != row.vid)
+            if in_use or self._database.file(row.ino) != row or await self._versions.version(row.vid) is not None:
+                return False
+            if file is not None:
+                self._open_files.drop(file)
+            self._database.remove_files([row.ino])
+        log.info("file_let_go inode=%d segment=%s: removed or rewritten on another node", row.ino, row.segment.hex())
+        self._reclaimer.segment(row.segment, at_once=False)
+        return True
+
+    async def sweep_segments(self) -> int:
+        """Returns how many segments go."""
+        there = self._segments.all()
         try:
             named = {version.segment for _, version in await self._versions.local_versions(self._store, tuple(VersionState))}
-            unnamed = [segment for segment in self._there if segment not in named]
+            unnamed = [segment for segment in there if segment not in named]
             gone = [segment for segment in unnamed if not await self._is_wanted(segment)]
         except CacheError as error:
             log.warning("segment_sweep_put_off error=%s", error)

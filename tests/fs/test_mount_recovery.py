@@ -9,8 +9,9 @@ import trio
 import trio.testing
 
 from ckptfs.cache.catalog_format import VersionState
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, new_segment_id
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
 from ckptfs.cache.mount_db import FileState
+from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
@@ -28,6 +29,12 @@ async def _killed(start_node: StartNode, node: Any, *, power_cut: bool = False) 
         node.database.set_fact(BOOT_FACT, b"another boot")
     node.kill()
     return await start_node()
+
+
+def _sweep(node: Any) -> SegmentSweep:
+    return SegmentSweep(
+        node.namespace, node.versions, node.segments, node.open_files, node.reclaimer, node.database, node.store.store_id
+    )
 
 
 async def test_handles_files_and_bytes_are_there_again(start_node: StartNode) -> None:
@@ -265,8 +272,8 @@ async def test_a_segment_that_was_to_be_removed_goes_after_the_kill(start_node: 
     await node.save(b"file", b"content")
     await node.unlink(b"file")
     node = await _killed(start_node, node)
-    sweep = SegmentSweep(node.namespace, node.versions, node.segments, node.open_files, node.reclaimer, node.store.store_id)
-    assert await sweep.run() == 1
+    sweep = _sweep(node)
+    assert await sweep.sweep_segments() == 1
     await node.settle()
     assert node.segment_count() == 0
 
@@ -279,8 +286,8 @@ async def test_the_sweep_leaves_what_is_open_local_or_nameless(start_node: Start
     _, nameless = await node.create(b"nameless")
     await node.unlink(b"nameless")
     node = await _killed(start_node, node)
-    sweep = SegmentSweep(node.namespace, node.versions, node.segments, node.open_files, node.reclaimer, node.store.store_id)
-    assert await sweep.run() == 0
+    sweep = _sweep(node)
+    assert await sweep.sweep_segments() == 0
     await node.release(opened, nameless)
     assert node.segment_count() == 3
 
@@ -314,3 +321,24 @@ async def test_a_handle_the_kernel_never_got_does_not_keep_its_file_open(
     await node.settle()
     assert await node.state(ino) is VersionState.LOCAL
     assert await node.content(ino) == b"content"
+
+
+async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> None:
+    node = await start_node()
+    sweep = _sweep(node)
+    await node.save(b"local", b"content")
+    await node.settle()
+    await node.save(b"settling", b"content")
+    _, fh = await node.create(b"open")
+    await node.save(b"kept", b"content")
+    other = Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0)
+    for name in (b"local", b"settling", b"open"):
+        await other.unlink(InodeNumber(ROOT), name)
+    assert await sweep.sweep_rows() == 2
+    await node.settle()
+    assert node.segment_count() == 2
+    assert await node.write(fh, b"still") == 5
+    await node.release(fh)
+    assert await sweep.sweep_rows() == 1
+    await node.settle()
+    assert node.segment_count() == 1
