@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from ckptfs.cache.catalog_format import VersionState
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, new_segment_id
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
+from ckptfs.cache.versions import LocalCommit, Versions
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 
 StartNode = Callable[..., Awaitable[Any]]
@@ -541,3 +543,21 @@ async def test_a_request_the_kernel_sends_again_after_a_kill_has_one_effect_and_
     node.kill()
     node = await start_node()
     assert await node.errno(node.ask(opcode, ROOT, body, unique=1234)) == ""
+
+
+async def test_a_file_rewritten_elsewhere_under_a_reader_is_never_opened_as_it_was(start_node: StartNode) -> None:
+    node = await start_node()
+    ino = await node.save(b"file", b"old")
+    await node.settle()
+    held = await node.open(ino)
+    other = Versions(node.kv, StoreId(b"another store id"), 1, lambda: 1)
+    opened = await other.open_for_writing(InodeNumber(ino), truncate_to_new_segment=new_segment_id())
+    commit = LocalCommit(InodeNumber(ino), opened.vid, 3, b"r" * 16, 4096, 1, release_writer=True)
+    assert (await other.commit_local([commit])).vids == {opened.vid}
+    assert await node.read(held) == b"old"
+    with pytest.raises(ContentUnreachable, match="rewritten on another node"):
+        await node.open(ino)
+    await node.release(held)
+    again = await node.open(ino)
+    with pytest.raises(ContentUnreachable):  # the other node does not exist: an error, and not the old bytes
+        await node.read(again)

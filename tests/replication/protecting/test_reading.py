@@ -177,6 +177,20 @@ async def test_local_copies_are_checked_again_after_a_restart(cluster: Any) -> N
     assert reader.running.restorer.bytes_fetched == 4 * CELL, "only the stripe with the flipped bit"
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_local_copy_that_is_damaged_is_mended_before_it_is_read(cluster: Any, cut: bool) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[3]
+    assert await reader.content(saved) == saved.content
+    path = reader.running.copies.path_of(saved.vid)
+    if cut:
+        os.truncate(path, SIZE // 2)
+    else:
+        flip(path, 3 * 4 * CELL + 1)
+    assert await reader.content(saved) == saved.content
+    assert path.read_bytes() == saved.content
+
+
 async def test_a_removed_local_copy_is_made_again(cluster: Any) -> None:
     saved, _ = await protected(cluster)
     reader = cluster[3]
