@@ -87,7 +87,7 @@ _EXISTS = "SELECT 1 FROM kv WHERE key>=? AND key<? LIMIT 1"
 _REVISION_OF = "SELECT mod_rev FROM kv WHERE key=?"
 _DELETE = "DELETE FROM kv WHERE key=?"
 _NEWEST = "SELECT max(rev) FROM log"
-# A key that is written is mostly new. With an upsert RETURNING what the cache needs, a transaction takes 15 % longer.
+# A written key of which nothing is known is mostly new. An upsert RETURNING what the cache needs takes 15 % longer.
 _INSERT = "INSERT INTO kv VALUES(?,?,?,?,?,?) ON CONFLICT(key) DO NOTHING"
 _UPDATE = "UPDATE kv SET value=?, mod_rev=?, session=?, check_sum=? WHERE key=?"
 
@@ -227,13 +227,16 @@ class SqliteCatalog:
         if self.session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
             raise ValueError("a key can't be bound to a session: this engine was opened without one")
         changed: dict[bytes, Written | None] = {}
-        return await self._transact(lambda connection: _apply(connection, compares, operations, self.session, changed), changed)
+        session = self.session
+        return await self._transact(
+            lambda connection, known: _apply(connection, known, compares, operations, session, changed), changed
+        )
 
     async def end_session(self, session: str) -> int:
         """Delete every key bound to the session, at one revision; returns how many there were."""
         changed: dict[bytes, Written | None] = {}
 
-        def end(connection: sqlite3.Connection) -> TransactionResult:
+        def end(connection: sqlite3.Connection, _known: RecordCache | None) -> TransactionResult:
             bound = "key IN (SELECT key FROM bound WHERE session=?1) AND session=?1"
             keys = connection.execute(f"SELECT key FROM kv WHERE {bound} ORDER BY key", (session,)).fetchall()
             connection.execute(f"DELETE FROM kv WHERE {bound}", (session,))
@@ -245,19 +248,20 @@ class SqliteCatalog:
         return len(changed)
 
     async def _transact(
-        self, apply: Callable[[sqlite3.Connection], TransactionResult], changed: dict[bytes, Written | None]
+        self, apply: Callable[[sqlite3.Connection, RecordCache | None], TransactionResult], changed: dict[bytes, Written | None]
     ) -> TransactionResult:
         """`changed` is filled by `apply`: how the keys it wrote stand afterwards."""
         await trio.lowlevel.checkpoint_if_cancelled()
+        records = self._records
 
-        def apply_and_compare(connection: sqlite3.Connection) -> TransactionResult:
-            self._records.refresh()  # under the write lock: what changes after this is only ours
-            return apply(connection)
+        def apply_with_records(connection: sqlite3.Connection) -> TransactionResult:
+            records.refresh()  # under the write lock: what changes after this is only ours
+            return apply(connection, records)
 
         try:
-            result = _transaction(self._connection, apply_and_compare)
+            result = _transaction(self._connection, apply_with_records)
             if result.succeeded:
-                self._records.committed(changed)
+                records.committed(result.revision, changed)
         except sqlite3.Error as error:
             if not _is_busy(error):
                 raise self._noted(_translated(self.path, error)) from error
@@ -274,10 +278,17 @@ class SqliteCatalog:
             await trio.lowlevel.cancel_shielded_checkpoint()
         return result
 
-    def _transact_patiently(self, apply: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
+    def _transact_patiently(
+        self, apply: Callable[[sqlite3.Connection, RecordCache | None], TransactionResult]
+    ) -> TransactionResult:
         if self._waiting_writer is None:
             self._waiting_writer = _connect(self.path)
-        return _patient(self.path, lambda connection: _transaction(connection, apply), self._waiting_writer)
+        # The records in memory belong to the event loop's thread.
+        return _patient(
+            self.path,
+            lambda connection: _transaction(connection, lambda connection: apply(connection, None)),
+            self._waiting_writer,
+        )
 
     async def make_durable(self) -> None:
         """See `KeyValue`. A failed sync is final: the kernel has marked the pages clean, a second sync would lie."""
@@ -469,17 +480,23 @@ def _transaction(connection: sqlite3.Connection, apply: Callable[[sqlite3.Connec
 
 def _apply(
     connection: sqlite3.Connection,
+    known: RecordCache | None,
     compares: Sequence[Compare],
     operations: Sequence[Operation],
     session: str | None,
     changed: dict[bytes, Written | None],
 ) -> TransactionResult:
-    """Compare and apply; `changed` is given each key as the transaction leaves it."""
+    """Compare and apply; `changed` is given each key as the transaction leaves it.
+
+    `known` is current, because it was refreshed under the write lock: every statement it saves is 5 µs of the lock.
+    """
     changed.clear()
     execute = connection.execute
-    newest = _newest(connection)
+    newest = known.newest if known is not None else None
+    if newest is None:
+        newest = _newest(connection)
     for compare in compares:
-        if not _holds(connection, compare):
+        if not _holds(connection, known, compare):
             return TransactionResult(False, newest)
     revision = newest + 1
     events: list[tuple[bytes, bytes | None]] = []
@@ -489,7 +506,9 @@ def _apply(
             value = operation.value
             owner = session if operation.bound_to_session else None
             check_sum = crc32(value, crc32(key))
-            created = execute(_INSERT, (key, value, revision, revision, owner, check_sum)).rowcount == 1
+            created = False
+            if known is None or not isinstance(known.get(key), Entry):
+                created = execute(_INSERT, (key, value, revision, revision, owner, check_sum)).rowcount == 1
             if not created:
                 execute(_UPDATE, (value, revision, owner, check_sum, key))
             changed[key] = Written(value, revision, created)
@@ -509,14 +528,21 @@ def _logged(connection: sqlite3.Connection, newest: int, events: list[tuple[byte
     return TransactionResult(True, newest + 1)
 
 
-def _holds(connection: sqlite3.Connection, compare: Compare) -> bool:
+def _holds(connection: sqlite3.Connection, known: RecordCache | None, compare: Compare) -> bool:
     if isinstance(compare, EmptyRange):
         return connection.execute(_EXISTS, (compare.prefix, _prefix_end(compare.prefix))).fetchone() is None
-    row = connection.execute(_REVISION_OF, (compare.key,)).fetchone()
+    entry = MISSING if known is None else known.get(compare.key)
+    if isinstance(entry, Entry):
+        revision = entry.mod_revision
+    elif entry is None:
+        revision = 0
+    else:
+        row = connection.execute(_REVISION_OF, (compare.key,)).fetchone()
+        revision = 0 if row is None else row[0]
     if isinstance(compare, Present):
-        return row is not None
+        return revision != 0
     assert isinstance(compare, Unchanged)
-    return bool((row[0] if row is not None else 0) == compare.mod_revision)
+    return bool(revision == compare.mod_revision)
 
 
 def _newest(connection: sqlite3.Connection) -> int:

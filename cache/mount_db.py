@@ -18,7 +18,7 @@ import contextlib
 import enum
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,7 @@ CREATE TABLE IF NOT EXISTS file(
     exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL, orphan BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
 CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS file_vid ON file(vid);
-CREATE INDEX IF NOT EXISTS handle_ino ON handle(ino);
+CREATE INDEX IF NOT EXISTS file_local ON file(vid) WHERE state = 2;
 CREATE VIEW IF NOT EXISTS opened AS
     SELECT *, 0 AS fh, 0 AS flags, 0 AS lane FROM file;
 CREATE TRIGGER IF NOT EXISTS opened_put INSTEAD OF INSERT ON opened BEGIN
@@ -49,7 +48,8 @@ CREATE TRIGGER IF NOT EXISTS last_handle_closed INSTEAD OF DELETE ON last_handle
     UPDATE file SET backing_id = NULL WHERE ino = OLD.ino;
 END;
 """
-# The views make two changes one statement: half the cost of BEGIN, two statements and COMMIT, on the path of every create.
+# On the path of every create: the views make two changes one statement, half the cost of BEGIN, two statements and COMMIT, and no
+# index has an entry of a file that is open.
 
 
 class FileState(enum.IntEnum):
@@ -188,15 +188,18 @@ class MountDatabase:
         """The last handle of a file is gone, and its backing id was closed."""
         self._owe("DELETE FROM last_handle WHERE fh = ?", [(fh,)])
 
-    def set_states(self, changes: Iterable[tuple[FileState, int, Vid]]) -> None:
-        """Set (state, size) of the rows with these vids."""
-        self._owe("UPDATE file SET state = ?, size = ? WHERE vid = ?", list(changes))
+    def set_states(self, changes: Iterable[tuple[FileState, int, InodeNumber, Vid]]) -> None:
+        """Set (state, size) of the rows of these inodes that have these versions."""
+        self._owe("UPDATE file SET state = ?, size = ? WHERE ino = ? AND vid = ?", list(changes))
 
-    def set_protected(self, vids: Iterable[Vid]) -> None:
+    def set_protected(self, vids: Iterable[Vid], in_use: Container[Vid] = ()) -> None:
         """These versions are safe on peers: their rows go, unless the file is in use."""
-        parameters = [(vid,) for vid in vids]
-        self._owe("UPDATE file SET state = 3 WHERE vid = ? AND state = 2", parameters)
-        self._owe("DELETE FROM file WHERE vid = ? AND state = 3 AND ino NOT IN (SELECT ino FROM handle)", parameters)
+        kept: list[tuple[Vid]] = []
+        gone: list[tuple[Vid]] = []
+        for vid in vids:
+            (kept if vid in in_use else gone).append((vid,))
+        self._owe("UPDATE file SET state = 3 WHERE vid = ? AND state = 2", kept)
+        self._owe("DELETE FROM file WHERE vid = ? AND state = 2", gone)
 
     def remove_files(self, inos: Iterable[InodeNumber]) -> None:
         self._owe("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])

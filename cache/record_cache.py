@@ -51,6 +51,8 @@ class RecordCache:
     def __init__(self, path: str) -> None:
         self._map = _map_header(path + "-shm")
         self.header = b""
+        self.newest: int | None = None
+        """The newest revision, if it is known."""
         self._entries: dict[bytes, Entry | None] = {}
         self._counts: dict[bytes, int] = {}
 
@@ -60,6 +62,7 @@ class RecordCache:
         if header != self.header or len(self._entries) > ENTRIES_MAX:
             self._entries.clear()
             self._counts.clear()
+            self.newest = None
             self.header = header
 
     def get(self, key: bytes) -> Entry | object | None:
@@ -78,14 +81,16 @@ class RecordCache:
         """Remember what was counted after the last `refresh`."""
         self._counts[prefix] = count
 
-    def committed(self, changed: Mapping[bytes, Written | None]) -> None:
-        """An own transaction was committed and left these keys so. Precondition: `refresh` was called under its write lock."""
+    def committed(self, revision: int, changed: Mapping[bytes, Written | None]) -> None:
+        """An own transaction was committed at this revision and left these keys so. Precondition: `refresh` was called under its
+        write lock."""
         header = self._map[:HEADER_SIZE]
         grown = (_CHANGE.unpack_from(header)[0] - _CHANGE.unpack_from(self.header)[0]) & 0xFFFFFFFF
         if grown != 1:
             self.refresh()
             return
         self.header = header
+        self.newest = revision
         entries = self._entries
         for key, written in changed.items():
             known = entries.get(key)

@@ -14,9 +14,11 @@ A store of a newer format, of another node, or in use raises `StoreError`; nothi
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import struct
 from pathlib import Path
 
 from ckptfs.cache.errors import StoreError
@@ -24,12 +26,34 @@ from ckptfs.cache.ids import ID_SIZE, NodeId, StoreId, new_store_id
 
 FORMAT_VERSION = 1
 
+# linux/fs.h; the argument is an int, whatever the name of the request says.
+FS_IOC_GETFLAGS = 0x80086601
+FS_IOC_SETFLAGS = 0x40086602
+FS_TOPDIR_FL = 0x00020000
+
 
 def sync_directory(path: Path) -> None:
     """Make the directory's entries survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _spread_subdirectories(directory: Path) -> None:
+    """Have ext4 put each subdirectory into another block group; other file systems have no such flag, and no such need.
+
+    For minutes after a delete, ext4 passes over the inodes freed in a group one by one before it gives out a new one
+    (`recently_deleted`, fs/ext4/ialloc.c): after a rotation of 2,000 files a create beside them took 640 µs, elsewhere 18.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        (flags,) = struct.unpack("=i", fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, bytes(4)))
+        fcntl.ioctl(descriptor, FS_IOC_SETFLAGS, struct.pack("=i", flags | FS_TOPDIR_FL))
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
+            raise
     finally:
         os.close(descriptor)
 
@@ -70,6 +94,8 @@ class StoreDirectory:
             )
         for directory in (store.segments, store.shards, store.copies, store.run):
             directory.mkdir(mode=0o700, exist_ok=True)
+        for directory in (store.segments, store.shards):
+            _spread_subdirectories(directory)
         return store
 
     @classmethod

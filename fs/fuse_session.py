@@ -4,7 +4,8 @@ Why not libfuse or pyfuse3: a request that crosses a socket pair into pyfuse3 an
 and answered in the trio thread 20 to 40 µs, and a create has three of them (docs/design/fuse-session.md).
 
 **Who listens.** A pool of worker tasks passes one baton. Its holder waits for the device, then reads and handles request after
-request without going back to trio's loop as long as the next one arrives within `LINGER_SECONDS`: most handlers never wait.
+request without going back to trio's loop as long as the next one arrives within `SPIN_SECONDS` and `LINGER_SECONDS`: most
+handlers never wait.
 When a handler does wait (a thread, a peer), the baton goes to the next worker at that very moment, so that no request
 waits for another. Everything between two waits is atomic, for handlers too.
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 WORKERS = 96
 """Requests that may wait at once; the kernel's background limit (64) and the foreground ones of that many threads."""
 LINGER_SECONDS = 0.00015
+SPIN_SECONDS = 0.00006
+"""At first the listener asks again and again: waking a sleeping thread took a quarter of the time of a small file."""
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
 BACKGROUND_MAX = 64
@@ -110,6 +113,8 @@ class FuseSession:
         self._on_negotiated = on_negotiated
         self._on_answered = on_answered
         self._buffers: list[bytearray] = []
+        self._poller = select.poll()
+        self._poller.register(device, select.POLLIN)
         self._baton = trio.Semaphore(1)
         self._requests = 0
         self._last_request = 0.0
@@ -161,7 +166,7 @@ class FuseSession:
                     received = self._read()
                     if received is not None:
                         await self._handle(*received, give_up_baton)
-                    if self._ended.is_set() or not (holds and select.select([self._device], [], [], LINGER_SECONDS)[0]):
+                    if self._ended.is_set() or not (holds and self._more_soon()):
                         break
                     if holds and time.monotonic() > turn_ends:
                         await trio.lowlevel.checkpoint()
@@ -169,6 +174,15 @@ class FuseSession:
             finally:
                 if holds:
                     self._baton.release()
+
+    def _more_soon(self) -> bool:
+        """Whether another request arrives within `SPIN_SECONDS` and then `LINGER_SECONDS`."""
+        poll = self._poller.poll
+        ends = time.monotonic() + SPIN_SECONDS
+        while time.monotonic() < ends:
+            if poll(0):
+                return True
+        return bool(select.select([self._device], [], [], LINGER_SECONDS)[0])
 
     def _read(self) -> tuple[bytearray, int] | None:
         """One request and the buffer it is in, or None when there is none now."""

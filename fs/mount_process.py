@@ -209,8 +209,7 @@ class MountProcess:
         return {StoreId(bytes.fromhex(store["store"])) for store in answer["stores"] if store["live"]}
 
     def _protected(self, vids: list[Vid]) -> None:
-        self._database.set_protected(vids)
-        self._open_files.protected(set(vids))
+        self._database.set_protected(vids, in_use=self._open_files.protected(set(vids)))
 
     def _status(self) -> Message:
         exposure = self._database.exposure()

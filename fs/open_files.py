@@ -143,11 +143,15 @@ class OpenFiles:
         """The kernel has no passthrough: every inode takes the served lane."""
         self._backing = None
 
-    def protected(self, vids: set[Vid]) -> None:
-        """Versions are protected now; a file in use stays in the table, with its row, until it is closed."""
+    def protected(self, vids: set[Vid]) -> set[Vid]:
+        """Versions are protected now. Returns those in use: they stay in the table, with their row, until they are closed."""
+        in_use = set()
         for file in self._files.values():
             if file.vid in vids and file.state is FileState.LOCAL:
                 file.state = FileState.PROTECTED
+                if file.handles:
+                    in_use.add(file.vid)
+        return in_use
 
     def new_fh(self) -> int:
         """A handle number that was never used on this store."""

@@ -180,7 +180,7 @@ class Settler:
             if file.replaced_segment is not None:
                 self._reclaimer.segment(file.replaced_segment, at_once=False)
                 file.replaced_segment = None
-        self._database.set_states([(FileState.LOCAL, sizes[vid], vid) for vid in committed.vids])
+        self._database.set_states([(FileState.LOCAL, sizes[vid], file_of[vid].ino, vid) for vid in committed.vids])
         for _, version in committed.freed:
             self._reclaimer.segment(version.segment, at_once=False)
         if committed.vids:

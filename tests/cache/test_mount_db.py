@@ -85,14 +85,14 @@ def test_a_protected_version_keeps_its_row_only_while_it_is_used(database: Mount
     database.put_file(_row(5, FileState.LOCAL), HandleRow(1, InodeNumber(5), 0, 1))
     database.put_file(_row(6, FileState.LOCAL))
     database.put_file(_row(7, FileState.OPEN))
-    database.set_protected([Vid(_id(number)) for number in (5, 6, 7, 8)])
+    database.set_protected([Vid(_id(number)) for number in (5, 6, 7, 8)], in_use={Vid(_id(5))})
     assert [(row.ino, row.state) for row in database.files()] == [(5, FileState.PROTECTED), (7, FileState.OPEN)]
 
 
 def test_states_are_set_by_version_so_that_a_newer_one_is_not_touched(database: MountDatabase) -> None:
     database.put_file(_row(5))
     database.put_file(_row(6, vid=Vid(_id(600))))
-    database.set_states([(FileState.LOCAL, 50, Vid(_id(5))), (FileState.LOCAL, 60, Vid(_id(6)))])
+    database.set_states([(FileState.LOCAL, 50, InodeNumber(5), Vid(_id(5))), (FileState.LOCAL, 60, InodeNumber(6), Vid(_id(6)))])
     assert [(row.state, row.size) for row in database.files()] == [(FileState.LOCAL, 50), (FileState.OPEN, 0)]
 
 

@@ -1,14 +1,17 @@
 """The store directory: made once, opened by its own node only, locked while it is used, refused when it is not understood."""
 
+import errno
+import fcntl
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
 
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import NodeId
-from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store import FS_IOC_GETFLAGS, FS_TOPDIR_FL, StoreDirectory
 
 NODE = NodeId("node-0")
 
@@ -88,3 +91,27 @@ def test_a_store_in_use_is_refused_until_its_lock_is_let_go(tmp_path: Path) -> N
     os.close(inherited)
     assert not store.is_in_use()
     os.close(store.acquire())
+
+
+def test_directories_of_segments_and_shards_are_spread_over_the_drive(tmp_path: Path) -> None:
+    store = StoreDirectory.create_or_open(tmp_path / "store", NODE)
+    expected = FS_TOPDIR_FL if _has_flags(tmp_path) else 0
+    assert [_flags(directory) & FS_TOPDIR_FL for directory in (store.segments, store.shards)] == [expected, expected]
+
+
+def _has_flags(path: Path) -> bool:
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    inside = [mount for mount in mounts if path.is_relative_to(mount[1])]
+    return max(inside, key=lambda mount: len(mount[1]))[2].startswith("ext")
+
+
+def _flags(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return int(struct.unpack("=i", fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, bytes(4)))[0])
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP):
+            raise
+        return 0
+    finally:
+        os.close(descriptor)

@@ -181,8 +181,7 @@ def test_a_protected_file_in_use_keeps_its_row_until_it_is_closed(
 ) -> None:
     file = _file(open_files, segments, state=FileState.LOCAL)
     handle = open_files.open_handle(file, os.O_RDONLY, store_row=True)
-    database.set_protected([file.vid])
-    open_files.protected({file.vid})
+    database.set_protected([file.vid], open_files.protected({file.vid}))
     assert file.state is FileState.PROTECTED
     row = database.file(file.ino)
     assert row is not None
