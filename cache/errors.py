@@ -83,3 +83,7 @@ class HeldElsewhere(NamespaceError):
 
 class NameMoved(NamespaceError):
     """ESTALE: the inode was replaced or removed since the kernel looked it up; the kernel looks up again."""
+
+
+class ContentMoved(NameMoved):
+    """ESTALE: the file has other content now than was copied for its new home."""

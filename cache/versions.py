@@ -25,7 +25,7 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import COMPARES_MAX, OPERATIONS_MAX, Compare, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import Conflict, Plan, commit, existing_inode, find_version, repeated
-from ckptfs.cache.errors import DamagedData, HeldElsewhere, NoSuchName, NotPermitted
+from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, StoreId, Vid, new_vid
 from ckptfs.cache.removal import end_versions
 from ckptfs.cache.version_recovery import Dropped, drop_open_versions, versions_at_home
@@ -130,6 +130,38 @@ class Versions:
         for what isn't a regular file; `DamagedData` if there is no content to carry on.
         """
 
+        async def open_(inode: Inode, plan: Plan) -> OpenedForWriting:
+            if truncate_to_new_segment is not None:
+                return await self._begin(ino, inode, truncate_to_new_segment, plan)
+            if inode.open is not None:
+                return await self._go_on(ino, inode, inode.open, plan)
+            return await self._carry_on(ino, inode, plan)
+
+        opened = await self._become_writer(ino, open_)
+        if opened.carried_on and opened.previous is not None:
+            # The first write changes bytes a local or protected version stood for. A power cut must not bring that version back.
+            await self.kv.make_durable()
+        return opened
+
+    async def move_home(self, ino: InodeNumber, segment: SegmentId, copied: Vid | None) -> OpenedForWriting:
+        """Become the file's writer and its home. The segment here is a copy of the version `copied` (None, and empty: the file
+        has no content); what readers get stays until the new version is local.
+
+        Raises `ContentMoved` if `copied` isn't what readers get when the transaction runs; else as `open_for_writing`.
+        """
+
+        async def open_(inode: Inode, plan: Plan) -> OpenedForWriting:
+            if inode.cur != copied:
+                raise ContentMoved(f"inode {ino} has other content now than was copied")
+            return await self._begin(ino, inode, segment, plan)
+
+        return await self._become_writer(ino, open_)
+
+    async def _become_writer(
+        self, ino: InodeNumber, open_: Callable[[Inode, Plan], Awaitable[OpenedForWriting]]
+    ) -> OpenedForWriting:
+        """Commit what `open_` plans, if the inode is still what it was given."""
+
         async def attempt() -> OpenedForWriting:
             inode, revision = await existing_inode(self.kv, ino)
             if not inode.is_regular:
@@ -137,22 +169,12 @@ class Versions:
             if inode.writer is not None and inode.writer.store != self._writer.store:
                 raise HeldElsewhere(f"inode {ino} is being written on store {inode.writer.store.hex()}")
             plan = Plan([Unchanged(inode_key(ino), revision)], [])
-            if truncate_to_new_segment is not None:
-                opened = await self._begin(ino, inode, truncate_to_new_segment, plan)
-            elif inode.open is not None:
-                opened = await self._go_on(ino, inode, inode.open, plan)
-                if not plan.operations:
-                    return opened
-            else:
-                opened = await self._carry_on(ino, inode, plan)
-            await commit(self.kv, plan.compares, plan.operations)
+            opened = await open_(inode, plan)
+            if plan.operations:
+                await commit(self.kv, plan.compares, plan.operations)
             return opened
 
-        opened = await repeated(attempt)
-        if opened.carried_on and opened.previous is not None:
-            # The first write changes bytes a local or protected version stood for. A power cut must not bring that version back.
-            await self.kv.make_durable()
-        return opened
+        return await repeated(attempt)
 
     async def _begin(self, ino: InodeNumber, inode: Inode, segment: SegmentId, plan: Plan) -> OpenedForWriting:
         ending = await end_versions(self.kv, [inode.open], self.now_ns())

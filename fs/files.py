@@ -10,14 +10,14 @@ from collections.abc import Iterable
 import trio
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
-from ckptfs.cache.errors import HeldElsewhere, NameExists, NameMoved, NoSuchName
+from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
 from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags, applied, with_xattr, without_xattr
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.removal import Removed
 from ckptfs.cache.segments import Segments
-from ckptfs.cache.versions import Versions
+from ckptfs.cache.versions import OpenedForWriting, Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.fuse_errors import ContentUnreachable
@@ -25,7 +25,7 @@ from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
 from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
-from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.remote_content import RemoteContent, WholeCopy
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+MOVED_TRIES = 4
+"""How often a file is copied again that was rewritten elsewhere meanwhile, before the program gets ESTALE."""
 READS_FROM_DISK_MAX = 16
 """Each has up to a MiB in memory."""
 
@@ -301,8 +303,15 @@ class FileOperations:
                 file = self._home_file(ino, inode.cur, version)
         if file is not None and file.is_home and (in_use or not truncate):
             return await self._rewrite_in_place(file, inode, truncate)
-        copy = None if truncate or inode.cur is None else await self._remote.fetch_whole(ino)
-        return await self._move_here(ino, inode, copy)
+        if truncate:
+            return await self._begin_here(ino)
+        for _ in range(MOVED_TRIES):
+            copy = None if inode.cur is None else await self._remote.fetch_whole(ino)
+            try:
+                return await self._move_here(ino, copy)
+            except ContentMoved:  # written, closed and sealed on another node while it was copied
+                inode = await self._namespace.inode(ino)
+        raise ContentMoved(f"inode {ino} is rewritten on other nodes faster than it can be copied")
 
     async def _rewrite_in_place(self, file: FileInUse, inode: Inode, truncate: bool) -> FileInUse:
         """The segment carries on as a new version: what the old one held is what programs have open."""
@@ -317,40 +326,54 @@ class FileOperations:
             self._truncate(file, 0)
         return file
 
-    async def _move_here(self, ino: InodeNumber, inode: Inode, copy: str | None) -> FileInUse:
-        """A new segment, empty or with the bytes of a verified copy; the home is this node from now on."""
+    async def _begin_here(self, ino: InodeNumber) -> FileInUse:
+        """A new, empty segment; the home is this node from now on."""
+        segment = new_segment_id()
+        opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
+        return await self._at_home_here(opened, await self._make_segment(opened, ino))
+
+    async def _move_here(self, ino: InodeNumber, copy: WholeCopy | None) -> FileInUse:
+        """A new segment with the bytes of a verified copy (None: the file has no content); the home is this node from now on.
+
+        Raises `ContentMoved` if that isn't the file's content any more."""
         segment = new_segment_id()
         if copy is None:
-            opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
-            try:
-                descriptor = self._segments.create(segment, ino)
-            except OSError:
-                await self._versions.drop_open(ino, opened.vid)
-                raise
-        else:
-            # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
-            descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy)
-            try:
-                if (await self._namespace.inode(ino)).cur != inode.cur:
-                    raise NameMoved(f"inode {ino} has other content now than was copied")
-                opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
-            except BaseException:
-                os.close(descriptor)
-                self._segments.remove(segment)
-                raise
-        replaced = None if inode.cur is None else await self._versions.version(inode.cur)
+            opened = await self._versions.move_home(ino, segment, None)
+            return await self._at_home_here(opened, await self._make_segment(opened, ino))
+        # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
+        descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy.path)
+        try:
+            opened = await self._versions.move_home(ino, segment, copy.vid)
+        except BaseException:
+            os.close(descriptor)
+            self._segments.remove(segment)
+            raise
+        os.utime(descriptor, ns=(opened.inode.atime_ns, opened.inode.mtime_ns))
+        return await self._at_home_here(opened, descriptor)
+
+    async def _make_segment(self, opened: OpenedForWriting, ino: InodeNumber) -> int:
+        try:
+            return self._segments.create(opened.segment, ino)
+        except OSError:
+            await self._versions.drop_open(ino, opened.vid)
+            raise
+
+    async def _at_home_here(self, opened: OpenedForWriting, descriptor: int) -> FileInUse:
+        """The file with its new segment."""
+        ino, replaced = opened.version.ino, opened.inode.cur
+        version = None if replaced is None else await self._versions.version(replaced)
         now = self._namespace.now_ns()
         file = self._open_files.get(ino)
         if file is None or file.handles == 0:
             if file is not None:
                 self._open_files.drop(file)
-            file = FileInUse(ino, FileState.OPEN, opened.vid, segment, descriptor, now)
+            file = FileInUse(ino, FileState.OPEN, opened.vid, opened.segment, descriptor, now)
             self._open_files.add(file)
         else:
-            file.state, file.vid, file.segment, file.descriptor = FileState.OPEN, opened.vid, segment, descriptor
+            file.state, file.vid, file.segment, file.descriptor = FileState.OPEN, opened.vid, opened.segment, descriptor
             file.exposed_ns, file.remote = now, None
-        if replaced is not None and replaced.home == self._store and replaced.state is VersionState.PROTECTED:
-            file.replaced_segment = replaced.segment
+        if version is not None and version.home == self._store and version.state is VersionState.PROTECTED:
+            file.replaced_segment = version.segment
         self._database.put_file(self._open_files.row(file))
         return file
 

@@ -30,6 +30,13 @@ class RemoteAttributes(NamedTuple):
     blocks: int
 
 
+class WholeCopy(NamedTuple):
+    """A verified copy, and the version it is of."""
+
+    path: str
+    vid: Vid
+
+
 class RemoteContent:
     """This node's agent, as the mount uses it. All methods raise `ContentUnreachable`."""
 
@@ -53,10 +60,10 @@ class RemoteContent:
         answer = await self._ask({"do": "read", "ino": ino, "offset": offset, "length": length}, ino)
         return bytes(answer["data"])
 
-    async def fetch_whole(self, ino: InodeNumber) -> str:
-        """A complete, verified copy of the file's current content; returns its path."""
+    async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
+        """A complete, verified copy of the file's current content."""
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
-        return str(answer["copy"])
+        return WholeCopy(str(answer["copy"]), Vid(bytes(answer["vid"])))
 
     async def _ask(self, request: Message, ino: InodeNumber) -> Message:
         deadline = trio.current_time() + self._wait_seconds

@@ -21,7 +21,7 @@ from ckptfs.cache.catalog_format import (
     version_key,
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, TransactionResult
-from ckptfs.cache.errors import DamagedData, HeldElsewhere, NoSuchName, NotPermitted, StoreError
+from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.version_states import TRANSITIONS, version_step
@@ -302,6 +302,34 @@ async def test_every_step_begins_again_when_it_loses(world: World) -> None:
 
 
 # Opening for writing
+
+
+async def test_a_home_moves_with_the_content_it_was_copied_from(world: World) -> None:
+    made = await world.make_protected(b"f")
+    segment = new_segment_id()
+    opened = await world.theirs.move_home(made.ino, segment, made.vid)
+    assert (opened.segment, opened.version.home, opened.inode.cur) == (segment, OTHER, made.vid)
+    with pytest.raises(HeldElsewhere):
+        await world.mine.move_home(made.ino, new_segment_id(), made.vid)
+
+
+async def test_a_home_does_not_move_with_content_that_was_replaced(world: World) -> None:
+    """The copy was made; before the transaction, and in it, the file gets other content."""
+    made = await world.make_protected(b"f")
+    interfering = Interfering(world.kv)
+    versions = Versions(interfering, OTHER, 1, lambda: 5)
+
+    async def rewrite() -> None:
+        opened = await world.mine.open_for_writing(made.ino, truncate_to_new_segment=new_segment_id())
+        assert (await world.mine.commit_local([local(made.ino, opened.vid)])).vids == {opened.vid}
+
+    interfering.before = rewrite
+    with pytest.raises(ContentMoved):
+        await versions.move_home(made.ino, new_segment_id(), made.vid)
+    with pytest.raises(ContentMoved):
+        await versions.move_home(made.ino, new_segment_id(), None)
+    inode = await world.tree.inode(made.ino)
+    assert (inode.open, inode.writer) == (None, None)
 
 
 async def test_opening_again_while_writing_commits_nothing(world: World) -> None:

@@ -1,41 +1,47 @@
 """A node's mount without a kernel: the handlers on a real catalog and a real store, asked directly.
 
-The kernel's side is left out (no passthrough, no permission checks, no cache); the agent does not answer, so that bytes of
-another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
+The kernel's side is left out (no passthrough, no permission checks, no cache). Without `start_agent` the agent does not answer, so
+that bytes of another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
 """
 
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.ids import InodeNumber, NodeId
-from ckptfs.cache.mount_db import MountDatabase
+from ckptfs.cache.ids import InodeNumber, NodeId, Vid
+from ckptfs.cache.mount_db import MountDatabase, MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.versions import Versions
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.agent import Agent, AgentSettings
+from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.inode_operations import InodeOperations
-from ckptfs.fs.local_socket import LocalClient
+from ckptfs.fs.local_socket import LocalClient, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.settle import Settler
+from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.transport import PlainTransport
 
 CELL = 64 << 10
 SETTLE_SECONDS = 2.0
@@ -104,6 +110,7 @@ class BareNode:
     names: NameOperations
     inodes: InodeOperations
     told: list[str]
+    catalog: Path
     alive: bool = True
 
     async def ask(self, opcode: int, ino: int, body: bytes = b"", *, unique: int = 2, uid: int = 0, gid: int = 0) -> bytes:
@@ -254,7 +261,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         reclaimer = Reclaimer(kv, segments)
         told: list[str] = []
 
-        async def on_local() -> None:
+        async def on_local(urgent: bool) -> None:
             told.append("local")
 
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, CELL)
@@ -282,6 +289,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 NameOperations(namespace, view, files),
                 InodeOperations(namespace, view, files, store.path),
                 told,
+                tmp_path / "catalog.db",
             )
         )
         return nodes[-1]
@@ -290,6 +298,38 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
     for node in nodes:
         node.kill()
         await node.kv.aclose()
+
+
+StartAgent = Callable[[BareNode], Awaitable[Agent]]
+
+
+@pytest.fixture
+async def start_agent(nursery: trio.Nursery) -> AsyncIterator[StartAgent]:
+    """`await start_agent(node)`: the node's agent, answering on its socket, until the end of the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(node: BareNode) -> Agent:
+            kv = SqliteCatalog.open(node.catalog, writer_label=f"{node.store.node}/agent")
+            stack.push_async_callback(kv.aclose)
+            waiting = MountDatabaseReader(node.store.mount_db)
+            stack.callback(waiting.close)
+
+            async def protected(vids: Sequence[Vid]) -> bool:
+                node.database.set_protected(vids)
+                node.open_files.protected(set(vids))
+                return True
+
+            settings = AgentSettings(reserve_fraction=0.0, shortfall_seconds=0.0)
+            codec, transport = choose_codec("numpy"), PlainTransport()
+            cluster = await node.namespace.settings()
+            agent = Agent(node.store, kv, cluster, 1, codec, transport, waiting, protected, time.time_ns, settings)
+            stack.push_async_callback(agent.aclose)
+            await nursery.start(agent.run)
+            await nursery.start(serve, node.store.agent_socket, AgentRequests(agent).answer)
+            return agent
+
+        yield start
+        nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
