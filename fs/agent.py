@@ -27,9 +27,10 @@ from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.conversation import PeerIdentity
+from ckptfs.replication.errors import ReplicationError
 from ckptfs.replication.holders import Holders, Peers
 from ckptfs.replication.local_copies import LocalCopies
-from ckptfs.replication.members import Members
+from ckptfs.replication.members import Member, Members
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 MEMBERS_SECONDS = 2.0
 HOUSEKEEPING_SECONDS = 600.0
+HURRY_SECONDS_MAX = 2.0
+"""How long a node is tried that is to hurry; who waits for it asks again."""
 CATALOG_RETRY_SECONDS = 0.5
 VERIFY_BUFFER_BYTES = 16 << 20
 
@@ -79,7 +82,10 @@ class Agent:
         on_protected: Callable[[Sequence[Vid]], Awaitable[bool]],
         now_ns: Callable[[], int],
         settings: AgentSettings | None = None,
+        *,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`settle` has the mount seal what is closed, without waiting whether it is opened again."""
         settings = settings or AgentSettings()
         self.store = store
         self.codec = codec
@@ -101,7 +107,11 @@ class Agent:
             opened.callback(self._own.close)
             self._threads = opened.enter_context(QuietThreads())
             self._opened = opened.pop_all()
-        self.server = PeerServer(self.shard_store, self.small_copies, segments, identity, transport)
+        self._settle = settle
+        self._hurried = trio.Event()
+        self.server = PeerServer(
+            self.shard_store, self.small_copies, segments, identity, transport, on_hurry=self._hurry_for_a_peer
+        )
         self.peers = Peers(transport, identity)
         self.members = Members(store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes)
         self.holders = Holders(self.members, self._own, self.peers)
@@ -134,6 +144,7 @@ class Agent:
             await nursery.start(self.replicator.run)
             nursery.start_soon(self._watch_members)
             nursery.start_soon(self._keep_house)
+            nursery.start_soon(self._settle_when_hurried)
             task_status.started(self.address)
 
     async def aclose(self) -> None:
@@ -141,6 +152,32 @@ class Agent:
         with trio.CancelScope(shield=True):
             await self.peers.aclose()
         self._opened.close()
+
+    async def hurry(self, nodes: Sequence[str]) -> None:
+        """Somebody waits for protection: nothing is put off on this node, nor on those named, if they answer."""
+        self.replicator.wake(urgent=True)
+
+        async def ask(member: Member) -> None:
+            with trio.move_on_after(HURRY_SECONDS_MAX):
+                try:
+                    await self.peers.hurry(member.store, member.address)
+                except ReplicationError as error:
+                    log.info("peer_not_hurried node=%s error=%s", member.node, error)
+
+        async with trio.open_nursery() as nursery:
+            for member in self.members.known():
+                if member.node in nodes and member.live and member.store != self.store.store_id:
+                    nursery.start_soon(ask, member)
+
+    def _hurry_for_a_peer(self) -> None:
+        self.replicator.wake(urgent=True)
+        self._hurried.set()
+
+    async def _settle_when_hurried(self) -> None:
+        while self._settle is not None:
+            await self._hurried.wait()
+            self._hurried = trio.Event()
+            await self._settle()
 
     async def _serve(self, nursery: trio.Nursery) -> str:
         """Listen where this store listened last, if that is free: its record in the catalog then needs no change, which

@@ -32,7 +32,7 @@ VIDS_PER_MESSAGE = 1000
 
 
 class MountTeller:
-    """Tells the node's mount what is protected now."""
+    """Tells the node's mount what is protected now, and when it is to hurry."""
 
     def __init__(self, mount: LocalClient) -> None:
         self._mount = mount
@@ -49,6 +49,13 @@ class MountTeller:
                 return False
         return True
 
+    async def settle(self) -> None:
+        """Have it seal what is closed; whoever waits for that asks again if it isn't heard."""
+        try:
+            await self._mount.call({"do": "settle"})
+        except NodeNotAnswering as error:
+            log.info("mount_not_told error=%s", error)
+
 
 async def run(config: NodeConfig, incarnation: int) -> None:
     """Run the node's agent until SIGTERM."""
@@ -59,6 +66,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent")
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
     mount = LocalClient(store.mount_socket)
+    teller = MountTeller(mount)
     waiting = MountDatabaseReader(store.mount_db)
     settings = AgentSettings(
         listen=config.node.listen,
@@ -75,9 +83,10 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         codec,
         PlainTransport(),
         waiting,
-        MountTeller(mount).protected,
+        teller.protected,
         time.time_ns,
         settings,
+        settle=teller.settle,
     )
     try:
         async with trio.open_nursery() as nursery:

@@ -4,7 +4,7 @@ Requests are maps with `do`; answers have `ok`, and where it is false `error`, o
 unreachable (no node that has the bytes answers), damaged (they answer, but what they have is wrong), failed (this node's
 disk or catalog), unknown (no such request), internal (a bug; the log has it).
 
-    wake {urgent}                      something may wait for protection
+    wake {urgent, nodes}               something may wait for protection. `urgent`: somebody waits for it, on these nodes too
     fetch {ino, vid, offset, length}   -> copy: path of the local copy, in which that part is there and right
     fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
     attributes {ino}                   -> size, mtime_ns, blocks, as the home has them now
@@ -86,7 +86,10 @@ class AgentRequests:
             return _no("internal", f"the agent failed: {error!r}; its log has the details")
 
     async def _wake(self, request: Message) -> Message:
-        self._agent.replicator.wake(urgent=bool(request.get("urgent")))
+        if request.get("urgent"):
+            await self._agent.hurry([str(node) for node in request.get("nodes", ())])
+        else:
+            self._agent.replicator.wake()
         return {}
 
     # ---- bytes

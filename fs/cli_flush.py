@@ -1,5 +1,6 @@
 """`ckptfs flush`: wait until files have come up the ladder."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Annotated
 
 import typer
 
-from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, print_json
 from ckptfs.fs.status import FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
 
 POLL_SECONDS = 0.1
+HURRY_SECONDS = 1.0
+"""How often the nodes are told again that somebody waits: what is closed, or was being protected, meanwhile is put off anew."""
 TARGETS = ("local", "protected")
 SHOWN_MAX = 5
 
@@ -64,21 +67,34 @@ def wait_until(
     waiting: dict[Place, list[tuple[int, str, int]]] = {}
     for path in paths:
         place = place_of_path(path)
-        place.ask("mount", {"do": "settle"})  # what is closed need not wait to see whether it is opened again
+        place.ask("mount", {"do": "settle"})  # before the walk, which a dead mount would hold up
         waiting.setdefault(place, []).extend(walk_files(path))
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     count = sum(len({ino for ino, _, _ in files}) for files in waiting.values())
     total = sum(sum({ino: size for ino, _, size in files}.values()) for files in waiting.values())
     with bytes_progress(shown=shown) as progress:
         bar = progress.add_task(f"until {target}", total=total)
+        hurry_at = 0.0
         while True:
             behind = []
+            is_time = time.monotonic() >= hurry_at
             for place, files in waiting.items():
                 late = [file for file in standing_of_files(place, files) if rank(file.state) < rank(target)]
                 paths_late = {file.path for file in late}
                 waiting[place] = [file for file in files if file[1] in paths_late]
                 behind += late
+                if late and is_time:
+                    _hurry(place, late)
+                    hurry_at = time.monotonic() + HURRY_SECONDS
             progress.update(bar, completed=total - sum(file.size_bytes for file in behind))
             if not behind or (deadline is not None and time.monotonic() >= deadline):
                 return behind, count, total
             time.sleep(POLL_SECONDS)
+
+
+def _hurry(place: Place, files: Sequence[FileStanding]) -> None:
+    """Somebody waits: what is closed need not wait to see whether it is opened again, nor what was just protected for its next
+    turn; here, and on the nodes that have these files."""
+    place.ask("mount", {"do": "settle"})
+    with contextlib.suppress(Unreachable):  # it is being restarted, and is asked again
+        place.ask("agent", {"do": "wake", "urgent": True, "nodes": sorted({file.home for file in files})})

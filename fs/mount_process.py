@@ -130,7 +130,7 @@ class MountProcess:
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
-            nursery.start_soon(self._wake_agent)
+            nursery.start_soon(self._wake_agent, False)
             nursery.start_soon(sweep.run)
             nursery.start_soon(close_ghosts, open_files, settler)
             await nursery.start(serve, store.mount_socket, self.answer)
@@ -168,10 +168,10 @@ class MountProcess:
             self._database.settle_debts()
             await trio.to_thread.run_sync(self._database.checkpoint)
 
-    async def _wake_agent(self) -> None:
+    async def _wake_agent(self, urgent: bool) -> None:
         """Tell the agent that a version waits. If it is down it looks by itself when it starts."""
         try:
-            await self._agent.call({"do": "wake"})
+            await self._agent.call({"do": "wake", "urgent": urgent})
         except NodeNotAnswering as error:
             log.info("agent_not_woken error=%s", error)
 

@@ -31,7 +31,8 @@ RETRY_SECONDS_MAX = 60.0
 
 
 class Settler:
-    """Seals closed files, oldest close first, one batch at a time."""
+    """Seals closed files, oldest close first, one batch at a time. `on_local(urgent)` hears when files became local, and whether
+    somebody waits for them."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Settler:
         sealer: Sealer,
         reclaimer: Reclaimer,
         settle_seconds: float,
-        on_local: Callable[[], Awaitable[None]],
+        on_local: Callable[[bool], Awaitable[None]],
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._open_files = open_files
@@ -115,10 +116,10 @@ class Settler:
         self._sealing_count += len(due)
         for start in range(0, len(due), BATCH_COUNT):
             batch = due[start : start + BATCH_COUNT]
-            await self._settle(batch)
+            await self._settle(batch, urgent=everything)
             self._sealing_count -= len(batch)
 
-    async def _settle(self, files: list[FileInUse]) -> None:
+    async def _settle(self, files: list[FileInUse], *, urgent: bool) -> None:
         file_of: dict[bytes, FileInUse] = {}
         asked: list[SealCandidate] = []
         for file in files:
@@ -138,7 +139,8 @@ class Settler:
             self._open_files.pin(file)
         try:
             results = await trio.to_thread.run_sync(self._sealer.seal, asked, limiter=self._limiter)
-            await self._commit(file_of, results)
+            if await self._commit(file_of, results):
+                await self._on_local(urgent)
         except CacheError as error:
             log.warning("local_not_committed files=%d error=%s", len(asked), error)
         finally:
@@ -146,7 +148,8 @@ class Settler:
                 self._open_files.unpin(file)
                 self._after(file)
 
-    async def _commit(self, file_of: dict[bytes, FileInUse], results: list[Sealed | SealFailed]) -> None:
+    async def _commit(self, file_of: dict[bytes, FileInUse], results: list[Sealed | SealFailed]) -> bool:
+        """Whether any of them is local now."""
         sealed = []
         for result in results:
             file = file_of[result.candidate.vid]
@@ -162,11 +165,13 @@ class Settler:
                 sealed.append(result)
         # While the transaction is under way nobody begins to write: the root would stand for bytes that are not there any more.
         with self._open_files.alone_where_free(result.candidate.ino for result in sealed) as free:
-            await self._commit_sealed(file_of, [r for r in sealed if r.candidate.ino in free and r.candidate.still_wanted()])
+            return await self._commit_sealed(
+                file_of, [r for r in sealed if r.candidate.ino in free and r.candidate.still_wanted()]
+            )
 
-    async def _commit_sealed(self, file_of: dict[bytes, FileInUse], sealed: list[Sealed]) -> None:
+    async def _commit_sealed(self, file_of: dict[bytes, FileInUse], sealed: list[Sealed]) -> bool:
         if not sealed:
-            return
+            return False
         commits = [
             LocalCommit(r.candidate.ino, r.candidate.vid, r.size, r.root, r.cell_size, r.mtime_ns, release_writer=True)
             for r in sealed
@@ -183,8 +188,7 @@ class Settler:
         self._database.set_states([(FileState.LOCAL, sizes[vid], file_of[vid].ino, vid) for vid in committed.vids])
         for _, version in committed.freed:
             self._reclaimer.segment(version.segment, at_once=False)
-        if committed.vids:
-            await self._on_local()
+        return bool(committed.vids)
 
     def _after(self, file: FileInUse) -> None:
         """A file that became local and isn't open is let go; one that could not be sealed is tried again later."""

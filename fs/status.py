@@ -49,12 +49,14 @@ class Place:
 
 @dataclass(frozen=True)
 class FileStanding:
-    """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them."""
+    """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them; `home`: the node that
+    has, or had, its bytes."""
 
     path: str
     state: str
     protected_m: int
     size_bytes: int
+    home: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,8 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
             fact = states.get(ino) or states.get(str(ino))
             if fact is not None:
                 path, size = paths[ino]
-                found.append(FileStanding(path, fact["state"], fact.get("protected_m") or 0, fact.get("bytes", size)))
+                survives, home = fact.get("protected_m") or 0, fact.get("home", "")
+                found.append(FileStanding(path, fact["state"], survives, fact.get("bytes", size), home))
     return found
 
 

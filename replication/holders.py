@@ -57,6 +57,11 @@ class Peers:
         async with self._reading.client(store, address) as client:
             return (await client.ping()).free_bytes
 
+    async def hurry(self, store: StoreId, address: str) -> None:
+        """Tell the store's agent that somebody waits for files of its node. Raises `PeerUnreachable`, `PeerRefused`."""
+        async with self._reading.client(store, address) as client:
+            await client.ping(hurry=True)
+
     def putting(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
         return self._putting.client(store, address)
 

@@ -117,8 +117,8 @@ class PeerClient:
     def connected(self) -> bool:
         return self._stream is not None
 
-    async def ping(self) -> PeerStatus:
-        async with self._asking(Ping()) as request:
+    async def ping(self, *, hurry: bool = False) -> PeerStatus:
+        async with self._asking(Ping(hurry)) as request:
             status = await self._receive(request, Status)
         return PeerStatus(NodeId(status.node), StoreId(status.store), status.free_bytes, status.program)
 

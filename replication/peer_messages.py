@@ -229,7 +229,9 @@ class Verified(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True):
-    """Asks who is there."""
+    """Asks who is there. With `hurry`, somebody waits for files whose home this is: what the node puts off is due now."""
+
+    hurry: bool = False
 
 
 class Status(msgspec.Struct, array_like=True, frozen=True):

@@ -147,7 +147,10 @@ class PeerServer:
         identity: PeerIdentity,
         transport: Transport,
         limits: PeerServerLimits | None = None,
+        on_hurry: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_hurry` hears that somebody on another node waits for files of this one."""
+        self._on_hurry = on_hurry
         self._shards = shard_store
         self._readers = ShardReaders(shard_store)
         self._copies = small_copies
@@ -322,6 +325,8 @@ class PeerServer:
                 result = await self._slowly(served, request, verify)
                 await stream.send(request, Verified(result.ok, list(result.bad_stripes), peer_messages.shorten(result.message)))
             case Ping():
+                if message.hurry:
+                    self._on_hurry()
                 free = await self._read(self._shards.free_bytes)
                 status = Status(self._identity.node, self._identity.store, free, f"ckptfs {__version__}")
                 await stream.send(request, status)

@@ -78,6 +78,7 @@ class Bench:
         self.reclaimer = Reclaimer(self.kv, self.segments)
         self.sealer = FailingSealer(self.segments, 4, CELL, CELL)
         self.told = 0
+        self.urgent: list[bool] = []
         self._local = trio.Semaphore(0)
         self.settler = Settler(
             self.open_files, self.database, self.versions, self.sealer, self.reclaimer, SETTLE_SECONDS, self.on_local
@@ -87,8 +88,9 @@ class Bench:
         self.now += 1
         return self.now
 
-    async def on_local(self) -> None:
+    async def on_local(self, urgent: bool) -> None:
         self.told += 1
+        self.urgent.append(urgent)
         self._local.release()
 
     async def next_local(self) -> None:
@@ -178,6 +180,11 @@ async def test_a_hurry_settles_at_once_what_is_closed_by_then(bench: Bench, mock
         bench.settler.hurry()
         await bench.next_local()
         assert await bench.state(file) is VersionState.LOCAL
+        later = await bench.file(b"later")
+        bench.settler.closed(later)
+        mock_clock.jump(SETTLE_SECONDS + TICK_SECONDS)
+        await bench.next_local()
+        assert bench.urgent == [True, False]  # who protects it hears whether somebody waits
         nursery.cancel_scope.cancel()
 
 

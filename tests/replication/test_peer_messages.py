@@ -40,7 +40,7 @@ EXAMPLES: list[tuple[m.Message, str]] = [
     (m.SegmentIs(5, -6, 7), "43 9305fa07"),
     (m.Verify(ID, 5), "50 92c410000102030405060708090a0b0c0d0e0f05"),
     (m.Verified(False, [1, 2], "2 bad"), "51 93c2920102a53220626164"),
-    (m.Ping(), "60 90"),
+    (m.Ping(), "60 91c2"),
     (
         m.Status("node-2", ID, 1 << 40, "ckptfs 1"),
         "61 94a66e6f64652d32c410000102030405060708090a0b0c0d0e0fcf0000010000000000a8636b707466732031",
@@ -57,6 +57,10 @@ def test_golden_messages(message: m.Message, golden: str) -> None:
     type_, header = m.encode(message)
     assert f"{type_} {header.hex()}" == golden
     assert m.decode(type_, header, payload_of(message)) == message
+
+
+def test_a_ping_of_an_earlier_program_is_understood() -> None:
+    assert m.decode(60, b"\x90", 0) == m.Ping(hurry=False)
 
 
 def test_every_type_has_an_example() -> None:

@@ -114,6 +114,7 @@ class Node:
         self.codec = GatedCodec()
         self.told: list[Vid] = []
         self.hears = True
+        self.settled_count = 0
         self.agent: Agent | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = trio.Event()
@@ -136,6 +137,7 @@ class Node:
                 reserve_fraction=0.0,
                 shortfall_seconds=self.cluster.shortfall_seconds,
             ),
+            settle=self._settle,
         )
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -171,6 +173,9 @@ class Node:
 
     async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         return await AgentRequests(self.running).answer({"do": do, **fields})
+
+    async def _settle(self) -> None:
+        self.settled_count += 1
 
     async def _protected(self, vids: Sequence[Vid]) -> bool:
         if not self.hears:

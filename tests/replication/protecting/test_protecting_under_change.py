@@ -248,6 +248,20 @@ async def test_a_file_rewritten_again_and_again_is_not_protected_every_time(clus
     await node.protected(again)
 
 
+async def test_who_waits_on_another_node_hurries_the_one_that_has_the_bytes(cluster: Any) -> None:
+    node = cluster[0]
+    saved = await node.save("a", os.urandom(SIZE))
+    await node.protected(saved)
+    again = await node.rewrite(saved, os.urandom(SIZE))
+    assert (await cluster[3].ask("wake", urgent=True, nodes=["node-2"]))["ok"]
+    await trio.sleep(0.3)  # it would be protected by now
+    assert (await node.version(again)).state is VersionState.LOCAL
+    assert node.settled_count == 0
+    assert (await cluster[3].ask("wake", urgent=True, nodes=["node-0", "none"]))["ok"]
+    await node.protected(again)
+    await until(lambda: node.settled_count == 1)
+
+
 @pytest.mark.parametrize("cluster", [1], indirect=True)
 async def test_one_node_protects_nothing_and_says_so(cluster: Any) -> None:
     node = cluster[0]
