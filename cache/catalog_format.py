@@ -102,6 +102,7 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     until this inode has one of its own. `policy` is the directory's inherited fsync policy ("" = local).
     `open` is the version being written; it becomes `cur` when its bytes are local. `prev_local` (a local version of the replaced
     file) is kept until this inode has a local one, so that a power cut shows the old content rather than none.
+    `times_set_ns` is when another node than the writer set the times, else 0: they hold unless the segment was written since.
     """
 
     format: int
@@ -127,6 +128,11 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     lost: bool = False
     open: Annotated[Vid, _ID] | None = None
     prev_local: Annotated[Vid, _ID] | None = None
+    times_set_ns: int = 0
+
+    def mtime_with(self, segment_mtime_ns: int) -> int:
+        """The file's mtime, given that of the segment its writer has."""
+        return self.mtime_ns if self.times_set_ns > segment_mtime_ns else segment_mtime_ns
 
     @property
     def is_directory(self) -> bool:

@@ -18,10 +18,14 @@ from ckptfs.cache.catalog_format import (
 from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode
 from ckptfs.cache.errors import AttributesTooLarge, InvalidMove, NameExists, NameTooLong, NoSuchAttribute, NotPermitted
-from ckptfs.cache.ids import InodeNumber
+from ckptfs.cache.ids import InodeNumber, StoreId
 
 XATTRS_SIZE_BYTES_MAX = 16 * 1024
 """All names and values of one inode together: they stand in its record, which every change rewrites. ext4 has 4 KiB."""
+
+
+CLOCK_TICK_NS = 10_000_000
+"""By how much the clock that files are stamped with may lag behind (CLOCK_REALTIME_COARSE, 100 Hz)."""
 
 
 class XattrFlags(enum.IntFlag):
@@ -44,10 +48,15 @@ class AttributeChanges(NamedTuple):
     ctime_ns: int | None = None
 
 
-def applied(inode: Inode, changes: AttributeChanges, now_ns: int) -> Inode:
-    """The record with the changes made."""
+def applied(inode: Inode, changes: AttributeChanges, now_ns: int, store: StoreId | None = None) -> Inode:
+    """The record with the changes made; by this store's node, which is the file's writer if None."""
+    times_set_ns = inode.times_set_ns
+    if changes.atime_ns is not None or changes.mtime_ns is not None:
+        elsewhere = inode.writer is not None and store is not None and inode.writer.store != store
+        times_set_ns = now_ns + CLOCK_TICK_NS if elsewhere else 0
     return msgspec.structs.replace(
         inode,
+        times_set_ns=times_set_ns,
         mode=inode.mode if changes.mode is None else stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode),
         uid=inode.uid if changes.uid is None else changes.uid,
         gid=inode.gid if changes.gid is None else changes.gid,
@@ -58,12 +67,13 @@ def applied(inode: Inode, changes: AttributeChanges, now_ns: int) -> Inode:
     )
 
 
-async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeChanges, now_ns: int) -> Inode:
-    """One attempt. Returns the inode's record afterwards. Raises `NoSuchName`; `NotPermitted` for a size of what has none."""
+async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeChanges, now_ns: int, store: StoreId) -> Inode:
+    """One attempt, for this store's node. Returns the inode's record afterwards. Raises `NoSuchName`; `NotPermitted` for a size
+    of what has none."""
     inode, revision = await existing_inode(kv, ino)
     if changes.size is not None and not inode.is_regular:
         raise NotPermitted(f"inode {ino} is not a regular file: its size can't be set")
-    changed = applied(inode, changes, now_ns)
+    changed = applied(inode, changes, now_ns, store)
     operations = [Put(inode_key(ino), pack(changed))]
     if inode.is_directory and changes.mtime_ns is not None:
         operations.append(Put(times_key(ino), pack(DirectoryTimes(FORMAT_VERSION, changes.mtime_ns, changed.ctime_ns))))

@@ -387,7 +387,7 @@ class Namespace:
 
     async def set_attributes(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
         """Change some attributes; the inode afterwards. Raises `NoSuchName`; `NotPermitted` for a size of what has none."""
-        inode = await repeated(lambda: attempt_attributes(self.kv, ino, changes, self.now_ns()))
+        inode = await repeated(lambda: attempt_attributes(self.kv, ino, changes, self.now_ns(), self._writer.store))
         return await self._with_times(ino, inode) if inode.is_directory else inode
 
     async def set_xattr(

@@ -295,8 +295,9 @@ class Versions:
             open=None,
             prev_local=None,
             size=local.size,
-            mtime_ns=local.mtime_ns,
+            mtime_ns=inode.mtime_with(local.mtime_ns),
             ctime_ns=max(inode.ctime_ns, local.mtime_ns),
+            times_set_ns=0,
             writer=None if local.release_writer else inode.writer,
         )
         plan.operations.append(Put(inode_key(local.ino), pack(changed)))

@@ -51,12 +51,12 @@ class AttributeView:
             if file is not None and file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
                 assert file.descriptor is not None
                 status = os.fstat(file.descriptor)
-                size, mtime_ns, blocks = status.st_size, status.st_mtime_ns, status.st_blocks
+                size, mtime_ns, blocks = status.st_size, inode.mtime_with(status.st_mtime_ns), status.st_blocks
                 ctime_ns, atime_ns = max(ctime_ns, status.st_ctime_ns), max(atime_ns, status.st_atime_ns)
             elif self.written_elsewhere(inode):
                 remote = await self._remote.attributes(ino)
-                size, mtime_ns, blocks = remote.size, remote.mtime_ns, remote.blocks
-                ctime_ns = max(ctime_ns, mtime_ns)
+                size, mtime_ns, blocks = remote.size, inode.mtime_with(remote.mtime_ns), remote.blocks
+                ctime_ns = max(ctime_ns, remote.mtime_ns)
                 valid = (0, 0)
         elif inode.target:
             size = len(inode.target)

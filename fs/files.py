@@ -4,7 +4,6 @@ import ctypes
 import errno
 import logging
 import os
-import stat
 from collections.abc import Iterable
 
 import trio
@@ -12,7 +11,6 @@ import trio
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
 from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
-from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags, applied, with_xattr, without_xattr
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.removal import Removed
@@ -20,6 +18,7 @@ from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import OpenedForWriting, Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
@@ -51,6 +50,7 @@ class FileOperations:
         segments: Segments,
         database: MountDatabase,
         view: AttributeView,
+        records: FileRecords,
         remote: RemoteContent,
         settler: Settler,
         reclaimer: Reclaimer,
@@ -62,6 +62,7 @@ class FileOperations:
         self._segments = segments
         self._database = database
         self._view = view
+        self._records = records
         self._remote = remote
         self._settler = settler
         self._reclaimer = reclaimer
@@ -181,7 +182,7 @@ class FileOperations:
         if inode.open is not None and file is None and await self._drop_unfinished(ino):
             raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
         if uid != 0:
-            await self.clear_privileges(ino, inode)
+            await self._records.clear_privileges(ino, inode)
         file = await self.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
         handle = self._open_handle_for_writing(file, flags)
         if not handle.writable:  # O_RDONLY | O_TRUNC
@@ -194,13 +195,6 @@ class FileOperations:
             return await self._for_reading(ino, await self._namespace.inode(ino))
         except (NoSuchName, ContentUnreachable):
             return None
-
-    async def clear_privileges(self, ino: InodeNumber, inode: Inode) -> None:
-        """What a write by an ordinary user does to set-user-id and set-group-id bits. Passthrough writes don't come here one by
-        one, so it is done when the file is opened for writing."""
-        mode = without_privileges(inode.mode)
-        if mode != inode.mode:
-            await self._namespace.set_attributes(ino, AttributeChanges(mode=mode))
 
     async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
         file = self._open_files.get(ino)
@@ -402,48 +396,6 @@ class FileOperations:
         if not file.writers:
             self._settler.closed(file)
 
-    def set_times(self, ino: InodeNumber, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """While a file is being written, its segment's times are the file's. None leaves a time as it is."""
-        file = self._open_files.get(ino)
-        if file is not None and file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
-            assert file.descriptor is not None
-            status = os.fstat(file.descriptor)
-            times = (
-                status.st_atime_ns if atime_ns is None else atime_ns,
-                status.st_mtime_ns if mtime_ns is None else mtime_ns,
-            )
-            os.utime(file.descriptor, ns=times)
-            file.generation += 1
-
-    async def change_record(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
-        """Change the inode's record, also of one whose last name is gone while it is in use."""
-        file = self._open_files.get(ino)
-        if file is not None and file.orphan is not None:
-            return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()))
-        return await self._namespace.set_attributes(ino, changes)
-
-    async def set_xattr(self, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags) -> None:
-        """As `Namespace.set_xattr`, also of a file whose last name is gone while it is in use."""
-        file = self._open_files.get(ino)
-        if file is None or file.orphan is None:
-            await self._namespace.set_xattr(ino, name, value, flags)
-        else:
-            self._keep_orphan(file, with_xattr(file.orphan, ino, name, value, flags, self._namespace.now_ns()))
-
-    async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
-        """As `Namespace.remove_xattr`, also of a file whose last name is gone while it is in use."""
-        file = self._open_files.get(ino)
-        if file is None or file.orphan is None:
-            await self._namespace.remove_xattr(ino, name)
-        else:
-            self._keep_orphan(file, without_xattr(file.orphan, ino, name, self._namespace.now_ns()))
-
-    def _keep_orphan(self, file: FileInUse, record: Inode) -> Inode:
-        file.orphan = record
-        if file.is_home:
-            self._database.put_file(self._open_files.row(file))
-        return record
-
     async def fallocate(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, length, mode, _ = fuse.FALLOCATE_IN.unpack_from(body)
         file = self._handle(fh).file
@@ -468,7 +420,7 @@ class FileOperations:
         if not file.is_home:
             raise OSError(errno.EBADF, "not the file's home")
         if flags & fuse.WRITE_KILL_SUIDGID and file.orphan is None:
-            await self.clear_privileges(file.ino, await self._namespace.inode(file.ino))
+            await self._records.clear_privileges(file.ino, await self._namespace.inode(file.ino))
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
         written = await trio.to_thread.run_sync(os.pwrite, self._open_files.writing_descriptor(file), data, offset)
         return fuse.WRITE_OUT.pack(written, 0)
@@ -614,14 +566,6 @@ class FileOperations:
         if handle is None:
             raise OSError(errno.EBADF, "the handle is unknown")
         return handle
-
-
-def without_privileges(mode: int) -> int:
-    """The mode after a write by somebody without CAP_FSETID."""
-    if not stat.S_ISREG(mode):
-        return mode
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
 
 
 def _open_reply(handle: Handle) -> bytes:

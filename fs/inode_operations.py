@@ -9,7 +9,8 @@ from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
-from ckptfs.fs.files import FileOperations, without_privileges
+from ckptfs.fs.file_records import FileRecords, without_privileges
+from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader, SetattrField
 from ckptfs.fs.fuse_session import Handler
 
@@ -22,9 +23,12 @@ _SIGN = 1 << 63
 class InodeOperations:
     """Everything about an inode that is neither its names nor its bytes."""
 
-    def __init__(self, namespace: Namespace, view: AttributeView, files: FileOperations, store: Path) -> None:
+    def __init__(
+        self, namespace: Namespace, view: AttributeView, records: FileRecords, files: FileOperations, store: Path
+    ) -> None:
         self._namespace = namespace
         self._view = view
+        self._records = records
         self._files = files
         self._store = store
 
@@ -69,10 +73,7 @@ class InodeOperations:
             mtime_ns=mtime_ns,
             ctime_ns=now,
         )
-        inode = await self._files.change_record(ino, changes)
-        if atime_ns is not None or mtime_ns is not None:
-            self._files.set_times(ino, atime_ns, mtime_ns)
-        return await self._view.attr(ino, inode)
+        return await self._view.attr(ino, await self._records.change(ino, changes))
 
     async def getxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)
@@ -97,11 +98,11 @@ class InodeOperations:
             raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
         if len(value) > VALUE_SIZE_MAX:
             raise OSError(errno.E2BIG, "the attribute's value is too large")
-        await self._files.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags))
+        await self._records.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags))
         return b""
 
     async def removexattr(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._files.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]))
+        await self._records.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]))
         return b""
 
     async def statfs(self, header: RequestHeader, body: memoryview) -> bytes:

@@ -28,6 +28,7 @@ from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability
+from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_session import FuseSession, Negotiated
 from ckptfs.fs.ghost_handles import close_ghosts
@@ -102,11 +103,12 @@ class MountProcess:
             is_busy=lambda: self._session.is_busy(),
         )
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
+        records = FileRecords(namespace, open_files, self._database)
         files = FileOperations(
-            namespace, versions, open_files, segments, self._database, view, remote, settler, reclaimer, store.store_id
+            namespace, versions, open_files, segments, self._database, view, records, remote, settler, reclaimer, store.store_id
         )
         names = NameOperations(namespace, view, files)
-        inodes = InodeOperations(namespace, view, files, store.path)
+        inodes = InodeOperations(namespace, view, records, files, store.path)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
             self._device,

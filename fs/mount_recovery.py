@@ -5,7 +5,9 @@ good if the connection is the same one. After a power cut (another boot id) an o
 its name shows what it had before, or goes (R4). The work is bounded by what was in flight: rows of `mount.db`.
 """
 
+import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -135,12 +137,15 @@ class MountRecovery:
     async def _carried_on(self, row: FileRow) -> tuple[FileRow, Version | None]:
         """A file that was opened again, in the same segment, by a process that was killed before it could write that down."""
         try:
-            vid = (await self._namespace.inode(row.ino)).open
+            inode = await self._namespace.inode(row.ino)
         except NoSuchName:
             return row, None
+        vid = inode.open
         version = None if vid is None else await self._versions.version(vid)
         if vid is None or version is None or version.segment != row.segment:
             return row, None
+        with contextlib.suppress(FileNotFoundError):  # nobody was given a handle to write with: these still are its times
+            os.utime(self._segments.path_of(row.segment), ns=(inode.atime_ns, inode.mtime_ns))
         row = row._replace(vid=vid, state=FileState.OPEN)
         self._database.put_file(row)
         return row, version

@@ -41,7 +41,7 @@ VECTORS: dict[str, tuple[Any, str]] = {
     "entry": (DirectoryEntry(1, InodeNumber(4097), stat.S_IFREG), "9401cd1001cd800000"),
     "entry tie": (DirectoryEntry(1, InodeNumber(2), stat.S_IFDIR, 1), "940102cd400001"),
     "times": (DirectoryTimes(1, 1700000000123456789, 1700000000123456790), "9301cf17979cfe3d85cd15cf17979cfe3d85cd16"),
-    "root": (Inode(1, 0o40755, 0, 0, 1, 2, 3, parent=ROOT_INODE), "dc001701cd41ed0000010203010000c4008001a001c0c0c0c0c0c2c0c0"),
+    "root": (Inode(1, 0o40755, 0, 0, 1, 2, 3, parent=ROOT_INODE), "dc001801cd41ed0000010203010000c4008001a001c0c0c0c0c0c2c0c000"),
     "inode full": (
         Inode(
             1,
@@ -67,15 +67,16 @@ VECTORS: dict[str, tuple[Any, str]] = {
             True,
             Vid(b"o" * 16),
             Vid(b"l" * 16),
+            9,
         ),
-        "dc001701cd81a4cd03e8cd03e90a141e020500c40081c406757365722e61c40200ffc0a970726f7465637465640792c41053"
+        "dc001801cd81a4cd03e8cd03e90a141e020500c40081c406757365722e61c40200ffc0a970726f7465637465640792c41053"
         "53535353535353535353535353535309c41063636363636363636363636363636363c4107070707070707070707070707070"
         "7070c41071717171717171717171717171717171c41062626262626262626262626262626262c3c4106f6f6f6f6f6f6f6f6f"
-        "6f6f6f6f6f6f6fc4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6c",
+        "6f6f6f6f6f6f6fc4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6c09",
     ),
     "symlink": (
         Inode(1, 0o120777, 0, 0, 1, 1, 1, target=b"../x", size=4),
-        "dc001701cda1ff0000010101010400c4042e2e2f7880c0a001c0c0c0c0c0c2c0c0",
+        "dc001801cda1ff0000010101010400c4042e2e2f7880c0a001c0c0c0c0c0c2c0c000",
     ),
     "open": (
         Version(1, InodeNumber(2), VersionState.OPEN, S, G),

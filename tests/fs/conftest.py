@@ -29,6 +29,7 @@ from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
@@ -267,8 +268,9 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, CELL)
         settler = Settler(open_files, database, versions, sealer, reclaimer, SETTLE_SECONDS, on_local)
         view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
+        records = FileRecords(namespace, open_files, database)
         files = FileOperations(
-            namespace, versions, open_files, segments, database, view, remote, settler, reclaimer, store.store_id
+            namespace, versions, open_files, segments, database, view, records, remote, settler, reclaimer, store.store_id
         )
         recovery = MountRecovery(
             database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
@@ -287,7 +289,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 reclaimer,
                 files,
                 NameOperations(namespace, view, files),
-                InodeOperations(namespace, view, files, store.path),
+                InodeOperations(namespace, view, records, files, store.path),
                 told,
                 tmp_path / "catalog.db",
             )

@@ -13,7 +13,7 @@ from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
 from ckptfs.cache.mount_db import FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
-from ckptfs.fs.fuse_format import Opcode
+from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
 from ckptfs.fs.mount_recovery import BOOT_FACT
 from ckptfs.fs.open_files import Lane
@@ -156,6 +156,19 @@ async def test_a_file_opened_again_just_before_the_kill_keeps_its_bytes(start_no
     assert await node.content(ino) == b"content"
     assert await node.state(ino) is VersionState.LOCAL
     assert node.segment_count() == 1
+
+
+async def test_times_outlive_a_kill_in_the_middle_of_opening_the_file_again(start_node: StartNode) -> None:
+    """They stand in the record only since the file is local; once it is written again, its segment's times are the file's."""
+    node = await start_node()
+    ino = await node.save(b"file", b"content")
+    body = fuse.SETATTR_IN.pack(SetattrField.MTIME, 0, 0, 0, 0, 0, 1000, 0, 0, 5, 0, 0, 0, 0, 0, 0)
+    await node.ask(Opcode.SETATTR, ino, body)
+    await node.versions.open_for_writing(InodeNumber(ino), truncate_to_new_segment=None)
+    node = await _killed(start_node, node)
+    assert (await node.getattr(ino)).mtime_ns == 1000 * 10**9 + 5
+    await node.settle()
+    assert (await node.getattr(ino)).mtime_ns == 1000 * 10**9 + 5
 
 
 async def test_a_file_begun_anew_just_before_the_kill_shows_what_it_had(start_node: StartNode) -> None:

@@ -3,7 +3,7 @@
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.checksum import cell_table, content_root
 from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
+from ckptfs.cache.inode_changes import AttributeChanges
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import SealCandidate, Sealed, Sealer, SealFailed
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
+from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.settle import RETRY_SECONDS_MAX, Settler
@@ -34,16 +36,20 @@ STORE = StoreId(bytes(16))
 
 
 class SlowCatalog(MemoryCatalog):
-    """A catalog whose transactions can be made to wait, or to fail."""
+    """A catalog whose transactions can be made to wait, or to fail. `before_next` happens right before the next one."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.before_next: Callable[[], Awaitable[object]] | None = None
         self.free = trio.Event()
         self.free.set()
         self.asked = trio.Event()
         self.unavailable = False
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
+        before, self.before_next = self.before_next, None
+        if before is not None:
+            await before()
         if self.unavailable:
             raise CatalogUnavailable("as the test wants it")
         if not self.free.is_set():
@@ -323,3 +329,22 @@ async def test_many_are_sealed_in_batches(bench: Bench) -> None:
     await bench.settler.settle_due(everything=True)
     assert {await bench.state(file) for file in files} == {VersionState.LOCAL}
     assert bench.told == 2
+
+
+async def test_times_set_while_it_becomes_local_are_kept(bench: Bench) -> None:
+    """They are set between the seal and its transaction, which would bring back what the seal has seen."""
+    file = await bench.file(b"file")
+    records = FileRecords(bench.namespace, bench.open_files, bench.database)
+    changes = AttributeChanges(mtime_ns=5 * 10**9)
+    async with trio.open_nursery() as nursery:
+
+        async def set_times() -> None:
+            nursery.start_soon(records.change, file.ino, changes)
+            await trio.testing.wait_all_tasks_blocked()
+
+        bench.kv.before_next = set_times
+        bench.settler.closed(file)
+        await bench.settler.settle_due(everything=True)
+    await bench.settler.settle_due(everything=True)
+    assert await bench.state(file) is VersionState.LOCAL
+    assert (await bench.namespace.inode(file.ino)).mtime_ns == 5 * 10**9
