@@ -10,6 +10,7 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     v/<vid>            Version            intent, manifest and tombstone in one; the only reason for a shard to exist
     s/<store>          Store              permanent
     l/<node>           Session            bound to the node's session
+    h/<segment>/<store>  empty            programs on that store's node have another store's segment open
     o/<node>/<unique>  bytes              result of a request not yet known to be answered
     c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings)
 
@@ -324,6 +325,21 @@ def store_key(store: StoreId) -> bytes:
     return b"s/" + store.hex().encode()
 
 
+def hold_prefix(segment: SegmentId) -> bytes:
+    return b"h/%b/" % segment.hex().encode()
+
+
+def hold_key(segment: SegmentId, store: StoreId) -> bytes:
+    return hold_prefix(segment) + store.hex().encode()
+
+
+def hold_of_key(key: bytes) -> tuple[SegmentId, StoreId]:
+    """The inverse of `hold_key`. Raises `DamagedData`."""
+    length = len(HOLD_PREFIX) + 2 * ID_SIZE
+    segment, store = SegmentId(_id_of_key(key[:length], HOLD_PREFIX)), StoreId(_id_of_key(key[length:], b"/"))
+    return segment, store
+
+
 def session_key(node: NodeId) -> bytes:
     return b"l/" + node.encode()
 
@@ -340,3 +356,4 @@ ENTRY_PREFIX = b"d/"
 VERSION_PREFIX = b"v/"
 STORE_PREFIX = b"s/"
 SESSION_PREFIX = b"l/"
+HOLD_PREFIX = b"h/"

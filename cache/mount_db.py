@@ -6,10 +6,12 @@ Tables::
     file(ino, vid, segment, state, size, exposed_ns, backing_id, path_hint, orphan)
                                               one row for each segment whose version isn't protected, and for each file in use
     handle(fh, ino, flags, lane)              one row for each handle the kernel holds
+    remote(ino, vid, version, record)         one row for each file in use whose bytes are on another node
 
 `state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
 when its first unprotected byte may have been written, wall time. `backing_id` is the kernel's, valid as long as the
-connection, or NULL. `orphan` is the packed inode record of a file in use whose last name is gone, else empty.
+connection, or NULL. `orphan` is the packed inode record of a file in use whose last name is gone, else empty. `version` and
+`record` are the catalog's packed records of the version that is read and of the inode, as they were when it was opened.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order.
 """
@@ -34,6 +36,7 @@ CREATE TABLE IF NOT EXISTS file(
     exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL, orphan BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
 CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS remote(ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, version BLOB NOT NULL, record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_local ON file(vid) WHERE state = 2;
 CREATE VIEW IF NOT EXISTS opened AS
     SELECT *, 0 AS fh, 0 AS flags, 0 AS lane FROM file;
@@ -82,6 +85,15 @@ class HandleRow(NamedTuple):
     ino: InodeNumber
     flags: int
     lane: int
+
+
+class RemoteRow(NamedTuple):
+    """One row of `remote`."""
+
+    ino: InodeNumber
+    vid: Vid
+    version: bytes
+    record: bytes
 
 
 class WaitingVersion(NamedTuple):
@@ -188,6 +200,17 @@ class MountDatabase:
         """The last handle of a file is gone, and its backing id was closed."""
         self._owe("DELETE FROM last_handle WHERE fh = ?", [(fh,)])
 
+    def put_remote(self, row: RemoteRow) -> None:
+        """Set the row of a file whose bytes are on another node; on a full drive, as soon as there is room."""
+        self._owe("INSERT OR REPLACE INTO remote VALUES(?, ?, ?, ?)", [row])
+
+    def remove_remotes(self, inos: Iterable[InodeNumber]) -> None:
+        self._owe("DELETE FROM remote WHERE ino = ?", [(ino,) for ino in inos])
+
+    def remotes(self) -> list[RemoteRow]:
+        """Every row: bounded by what is in use."""
+        return [RemoteRow(*row) for row in self._connection.execute("SELECT * FROM remote ORDER BY ino")]
+
     def set_states(self, changes: Iterable[tuple[FileState, int, InodeNumber, Vid]]) -> None:
         """Set (state, size) of the rows of these inodes that have these versions."""
         self._owe("UPDATE file SET state = ?, size = ? WHERE ino = ? AND vid = ?", list(changes))
@@ -252,6 +275,7 @@ class MountDatabase:
     def forget_handles(self) -> None:
         """A new connection: the kernel holds none of the old handles and backing ids."""
         self._connection.execute("DELETE FROM handle")
+        self._connection.execute("DELETE FROM remote")
         self._connection.execute("UPDATE file SET backing_id = NULL")
 
     def exposure(self) -> Exposure:

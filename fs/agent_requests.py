@@ -5,13 +5,15 @@ unreachable (no node that has the bytes answers), damaged (they answer, but what
 disk or catalog), unknown (no such request), internal (a bug; the log has it).
 
     wake {urgent, nodes}               something may wait for protection. `urgent`: somebody waits for it, on these nodes too
-    fetch {ino, vid, offset, length}   -> copy: path of the local copy, in which that part is there and right
+    fetch {ino, offset, length} *      -> copy: path of the local copy of that version, in which that part is there and right
     fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
-    attributes {ino}                   -> size, mtime_ns, blocks, as the home has them now
-    read {ino, offset, length}         -> data: bytes as the home has them now, short at the end of the file
+    attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
+    read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
                                        `paths` (bytes, one for each inode) go as hints with copies that are made again
     status                             -> see `status`
+
+    * and {vid, version}: what a program has open, its record packed. Of a file that was removed, this is meant.
 """
 
 import logging
@@ -22,7 +24,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version, VersionState
+from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.fs.agent import Agent
@@ -99,13 +101,28 @@ class AgentRequests:
         if len(vid) != ID_SIZE:
             raise ValueError("a vid has 16 bytes")
         version = await self._agent.versions.version(vid)
+        if version is None:
+            version = await self._removed_version(request)
         if version is None or version.state is VersionState.OPEN:
             raise Gone("this version was replaced or deleted meanwhile")
-        path = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
+        try:
+            path = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
+        except ShardNotFound as error:
+            raise Gone(f"the file was removed, and its bytes are gone: {error}") from None
         return {"copy": os.fspath(path)}
 
+    async def _removed_version(self, request: Message) -> Version | None:
+        """What a program has open of a file that was removed; None if the file is still there, with other content now."""
+        if not request.get("version"):
+            return None
+        try:
+            await self._agent.namespace.inode(InodeNumber(int(request["ino"])))
+        except NoSuchName:
+            return unpack(Version, bytes(request["version"]))
+        return None
+
     async def _fetch_whole(self, request: Message) -> Message:
-        async def fetch(inode: Inode, vid: Vid, version: Version) -> Message:
+        async def fetch(inode: Inode | None, vid: Vid, version: Version) -> Message:
             if version.state is VersionState.OPEN:
                 raise PeerUnreachable(f"the file is being written on {self._home(version)}")
             path = await self._agent.restorer.fetch_whole(vid, version)
@@ -114,8 +131,8 @@ class AgentRequests:
         return await self._current(request, fetch)
 
     async def _attributes(self, request: Message) -> Message:
-        async def ask(inode: Inode, vid: Vid, version: Version) -> Message:
-            if version.shards or version.state is VersionState.PROTECTED:
+        async def ask(inode: Inode | None, vid: Vid, version: Version) -> Message:
+            if inode is not None and (version.shards or version.state is VersionState.PROTECTED):
                 return {"size": version.size, "mtime_ns": inode.mtime_ns, "blocks": -(-version.size // 512)}
             status = await self._at_home(version, lambda: self._agent.holders.segment_status(version.home, version.segment))
             return {"size": status.size, "mtime_ns": status.mtime_ns, "blocks": status.blocks}
@@ -127,7 +144,7 @@ class AgentRequests:
         if offset < 0 or length < 0:
             raise ValueError("offset and length can't be negative")
 
-        async def read(inode: Inode, vid: Vid, version: Version) -> Message:
+        async def read(inode: Inode | None, vid: Vid, version: Version) -> Message:
             if not length:
                 return {"data": b""}
             if version.shards or version.state is VersionState.PROTECTED:
@@ -141,13 +158,19 @@ class AgentRequests:
 
         return await self._current(request, read)
 
-    async def _current(self, request: Message, use: Callable[[Inode, Vid, Version], Awaitable[Message]]) -> Message:
-        """Use the version a reader gets now: the one being written, else the current one. Again if it moved meanwhile."""
+    async def _current(self, request: Message, use: Callable[[Inode | None, Vid, Version], Awaitable[Message]]) -> Message:
+        """Use the version a reader gets now: the one being written, else the current one. Again if it moved meanwhile.
+
+        Of a file that was removed, without its inode the version that a program has open. Raises `Gone` if that is nowhere.
+        """
         ino = InodeNumber(int(request["ino"]))
         failure: Exception | None = None
         before: Vid | None = None
         for _ in range(MOVED_TRIES):
-            inode = await self._agent.namespace.inode(ino)
+            try:
+                inode = await self._agent.namespace.inode(ino)
+            except NoSuchName:
+                return await self._of_removed(request, use)
             vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
             version = None if vid is None else await self._agent.versions.version(vid)
             if failure is not None and vid == before:
@@ -160,6 +183,16 @@ class AgentRequests:
             except (ShardNotFound, ShardDamaged) as error:
                 failure, before = error, vid
         raise failure or Gone("the file changes faster than it can be read")
+
+    async def _of_removed(self, request: Message, use: Callable[[Inode | None, Vid, Version], Awaitable[Message]]) -> Message:
+        if not request.get("version"):
+            raise Gone("no such file")
+        vid = Vid(bytes(request["vid"]))
+        version = await self._agent.versions.version(vid) or unpack(Version, bytes(request["version"]))
+        try:
+            return await use(None, vid, version)
+        except ShardNotFound as error:
+            raise Gone(f"the file was removed, and its bytes are gone: {error}") from None
 
     async def _at_home(self, version: Version, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Ask the version's home; once more if its address may be out of date. Raises `PeerUnreachable`."""

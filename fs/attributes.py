@@ -10,7 +10,7 @@ import msgspec
 
 from ckptfs.cache.catalog_format import Inode
 from ckptfs.cache.errors import InodeGone
-from ckptfs.cache.ids import InodeNumber, StoreId
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.mount_db import FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
@@ -54,7 +54,8 @@ class AttributeView:
                 size, mtime_ns, blocks = status.st_size, inode.mtime_with(status.st_mtime_ns), status.st_blocks
                 ctime_ns, atime_ns = max(ctime_ns, status.st_ctime_ns), max(atime_ns, status.st_atime_ns)
             elif self.written_elsewhere(inode):
-                remote = await self._remote.attributes(ino)
+                opened = (Vid(b""), None) if file is None else (file.vid, file.remote)
+                remote = await self._remote.attributes(ino, *opened)
                 size, mtime_ns, blocks = remote.size, inode.mtime_with(remote.mtime_ns), remote.blocks
                 ctime_ns = max(ctime_ns, remote.mtime_ns)
                 valid = (0, 0)

@@ -11,20 +11,22 @@ import trio
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
 from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
-from ckptfs.cache.mount_db import FileState, MountDatabase
+from ckptfs.cache.mount_db import FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.removal import Removed
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import OpenedForWriting, Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.disk_reads import DiskReads
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
-from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
+from ckptfs.fs.open_files import NAMELESS, FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
-from ckptfs.fs.remote_content import RemoteContent, WholeCopy
+from ckptfs.fs.remote_content import ContentGone, WholeCopy
+from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,6 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 MOVED_TRIES = 4
 """How often a file is copied again that was rewritten elsewhere meanwhile, before the program gets ESTALE."""
-READS_FROM_DISK_MAX = 16
-"""Each has up to a MiB in memory."""
 
 
 class FileOperations:
@@ -51,7 +51,7 @@ class FileOperations:
         database: MountDatabase,
         view: AttributeView,
         records: FileRecords,
-        remote: RemoteContent,
+        elsewhere: RemoteFiles,
         settler: Settler,
         reclaimer: Reclaimer,
         store: StoreId,
@@ -63,11 +63,11 @@ class FileOperations:
         self._database = database
         self._view = view
         self._records = records
-        self._remote = remote
+        self._elsewhere = elsewhere
         self._settler = settler
         self._reclaimer = reclaimer
         self._store = store
-        self._read_limiter = trio.CapacityLimiter(READS_FROM_DISK_MAX)
+        self._disk = DiskReads()
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -189,12 +189,17 @@ class FileOperations:
             self._settler.closed(file)
         return handle
 
-    async def reopen(self, ino: InodeNumber) -> FileInUse | None:
-        """The file behind a handle an earlier daemon gave out; None if its content can't be found any more."""
+    async def reopen(self, ino: InodeNumber, noted: RemoteRow | None) -> FileInUse:
+        """The file behind a handle an earlier daemon gave out and only noted so. Where nothing is left of it, reads get EIO."""
+        if noted is not None:
+            return self._elsewhere.restore(noted)
         try:
             return await self._for_reading(ino, await self._namespace.inode(ino))
         except (NoSuchName, ContentUnreachable):
-            return None
+            log.warning("handle_without_content inode=%d: the file was removed, and what was open is not known any more", ino)
+            file = FileInUse(ino, FileState.PROTECTED, Vid(b""), None, None, 0, record=NAMELESS)
+            self._open_files.add(file)
+            return file
 
     async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
         file = self._open_files.get(ino)
@@ -208,19 +213,18 @@ class FileOperations:
                 )
             self._open_files.drop(file)
             file = None
-        if self._view.written_elsewhere(inode):
-            return self._remote_file(ino, None, None, file)
-        vid = inode.open if inode.writer is not None else inode.cur
-        version = None if vid is None else await self._versions.version(vid)
-        if vid is None or version is None:
-            raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
-        if version.home == self._store:
-            file = self._home_file(ino, vid, version)
-            if file is not None:
-                return file
-        # What is hashed is fetched and checked, from its shards or from its home; only what is being written can't be.
-        hashed = version.state in (VersionState.LOCAL, VersionState.PROTECTED)
-        return self._remote_file(ino, vid, version if hashed else None, self._open_files.get(ino))
+        for _ in range(MOVED_TRIES):
+            vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
+            version = None if vid is None else await self._versions.version(vid)
+            if vid is not None and version is not None:
+                if version.home == self._store:
+                    home = self._home_file(ino, vid, version)
+                    if home is not None:
+                        return home
+                if await self._elsewhere.hold(vid, version):
+                    return self._elsewhere.use(ino, vid, version)
+            inode = await self._namespace.inode(ino)  # it has moved meanwhile
+        raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
 
     def _is_current(self, file: FileInUse, inode: Inode) -> bool:
         """Whether the home's bytes in the table are what readers get now, and not what another node has replaced since."""
@@ -250,17 +254,6 @@ class FileOperations:
         else:
             file.state, file.vid, file.segment, file.descriptor = state, vid, version.segment, descriptor
             file.remote = None
-        return file
-
-    def _remote_file(self, ino: InodeNumber, vid: Vid | None, version: Version | None, file: FileInUse | None) -> FileInUse:
-        """The file with its bytes elsewhere: in a protected version's shards, or with `version` None at its home."""
-        if file is None:
-            file = FileInUse(ino, FileState.PROTECTED, vid or Vid(b""), None, None, 0)
-            self._open_files.add(file)
-        if file.vid != vid and file.copy_descriptor is not None:
-            os.close(file.copy_descriptor)
-            file.copy_descriptor = None
-        file.vid, file.remote = vid or Vid(b""), version
         return file
 
     async def for_writing(self, ino: InodeNumber, *, truncate: bool) -> FileInUse:
@@ -300,7 +293,7 @@ class FileOperations:
         if truncate:
             return await self._begin_here(ino)
         for _ in range(MOVED_TRIES):
-            copy = None if inode.cur is None else await self._remote.fetch_whole(ino)
+            copy = None if inode.cur is None else await self._elsewhere.fetch_whole(ino)
             try:
                 return await self._move_here(ino, copy)
             except ContentMoved:  # written, closed and sealed on another node while it was copied
@@ -430,32 +423,30 @@ class FileOperations:
     async def read(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, size, *_ = fuse.READ_IN.unpack_from(body)
         file = self._handle(fh).file
-        if file.is_home:
-            assert file.descriptor is not None
-            return await _pread(file.descriptor, size, offset, self._read_limiter)
-        if file.remote is None:
-            return await self._remote.read(file.ino, offset, size)
-        size = min(size, file.remote.size - offset)
-        if size <= 0:
-            return b""
-        return await _pread(await self._copy_with(file, offset, size), size, offset, self._read_limiter)
-
-    async def _copy_with(self, file: FileInUse, offset: int, size: int) -> int:
-        """A descriptor of the local copy in which the range is present and verified."""
-        path = await self._remote.fetch(file.ino, file.vid, offset, size)
-        if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_ino != os.stat(path).st_ino:
-            os.close(file.copy_descriptor)  # that copy was evicted, this is another one
-            file.copy_descriptor = None
-        if file.copy_descriptor is None:
-            file.copy_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return file.copy_descriptor
+        gone: ContentGone | None = None
+        for _ in range(MOVED_TRIES):
+            if file.is_home:
+                assert file.descriptor is not None
+                return await self._disk.read(file.descriptor, size, offset)
+            try:
+                return await self._elsewhere.read(file, offset, size)
+            except ContentGone as error:
+                gone = error
+            # It was rewritten: programs that have it open see that, as on one node.
+            try:
+                await self._for_reading(file.ino, await self._namespace.inode(file.ino))
+            except NoSuchName:
+                break
+        assert gone is not None
+        self._elsewhere.complain(file, gone)
+        raise gone
 
     async def lseek(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, whence, _ = fuse.LSEEK_IN.unpack_from(body)
         file = self._handle(fh).file
         if file.descriptor is not None:
             return fuse.LSEEK_OUT.pack(os.lseek(file.descriptor, offset, whence))
-        size = (await self._view.current(file.ino)).size if file.remote is None else file.remote.size
+        size = await self._elsewhere.size(file)
         if offset >= size:
             raise OSError(errno.ENXIO, "beyond the end")
         return fuse.LSEEK_OUT.pack(offset if whence == os.SEEK_DATA else size)
@@ -471,6 +462,8 @@ class FileOperations:
             return b""  # let go before, by an earlier daemon
         file = handle.file
         self._open_files.close_handle(handle)
+        if not file.handles:
+            self._elsewhere.let_go(file)
         if handle.writable and not file.writers and file.state is FileState.OPEN:
             self._settler.closed(file)
         if not file.handles:
@@ -577,16 +570,3 @@ def _open_reply(handle: Handle) -> bytes:
     if handle.flags & os.O_ACCMODE == os.O_WRONLY:
         flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES
     return fuse.OPEN_OUT.pack(handle.fh, flags, 0)
-
-
-async def _pread(descriptor: int, size: int, offset: int, limiter: trio.CapacityLimiter) -> bytes:
-    """Read without a thread what is in the page cache, with one what isn't."""
-    buffer = bytearray(size)
-    try:
-        count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
-        if count == size:
-            return bytes(buffer)
-    except OSError:  # not in memory, or a file system that can't say
-        pass
-    del buffer  # nothing is held by those who wait for a thread
-    return await trio.to_thread.run_sync(os.pread, descriptor, size, offset, limiter=limiter)

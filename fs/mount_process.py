@@ -40,6 +40,9 @@ from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.remote_files import RemoteFiles
+from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.settle import Settler
 
@@ -90,7 +93,9 @@ class MountProcess:
         self._agent = LocalClient(store.agent_socket)
         remote = RemoteContent(self._agent)
         open_files = OpenFiles(self._database, segments, backing)
-        reclaimer = Reclaimer(self._kv, segments)
+        reclaimer = Reclaimer(self._kv, segments, RemoteReaders(self._kv, self._live_stores))
+        holds = SegmentHolds(self._kv, store.store_id)
+        elsewhere = RemoteFiles(open_files, remote, holds)
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes)
         settler = Settler(
             open_files,
@@ -105,7 +110,17 @@ class MountProcess:
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
         records = FileRecords(namespace, open_files, self._database)
         files = FileOperations(
-            namespace, versions, open_files, segments, self._database, view, records, remote, settler, reclaimer, store.store_id
+            namespace,
+            versions,
+            open_files,
+            segments,
+            self._database,
+            view,
+            records,
+            elsewhere,
+            settler,
+            reclaimer,
+            store.store_id,
         )
         names = NameOperations(namespace, view, files)
         inodes = InodeOperations(namespace, view, records, files, store.path)
@@ -123,13 +138,14 @@ class MountProcess:
         self._durability = Durability(namespace, versions, self._size_of)
         self._parity_shards = settings.parity_shards
         recovery = MountRecovery(
-            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
+            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
         )
         await recovery.run()
         sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
+            nursery.start_soon(holds.run)
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._wake_agent, False)

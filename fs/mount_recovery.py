@@ -11,15 +11,16 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, VersionState, unpack
+from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId
-from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
+from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
-from ckptfs.fs.open_files import FileInUse, OpenFiles
+from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class MountRecovery:
         open_files: OpenFiles,
         settler: Settler,
         reclaimer: Reclaimer,
-        reopen: Callable[[InodeNumber], Awaitable[FileInUse | None]],
+        holds: SegmentHolds,
+        reopen: Callable[[InodeNumber, RemoteRow | None], Awaitable[FileInUse]],
     ) -> None:
         self._database = database
         self._store = store
@@ -51,6 +53,7 @@ class MountRecovery:
         self._open_files = open_files
         self._settler = settler
         self._reclaimer = reclaimer
+        self._holds = holds
         self._reopen = reopen
 
     async def run(self) -> None:
@@ -66,18 +69,22 @@ class MountRecovery:
                 restored += 1
             else:
                 dropped += 1
+        noted = {row.ino: row for row in self._database.remotes()}
         for handle in handles:
-            file = self._open_files.get(handle.ino) or await self._reopen(handle.ino)
-            if file is None:
-                self._database.remove_handle(handle.fh)
-            else:
-                self._open_files.restore_handle(handle, file)
+            file = self._open_files.get(handle.ino) or await self._reopen(handle.ino, noted.get(handle.ino))
+            self._open_files.restore_handle(handle, file)
+        self._database.remove_remotes(ino for ino in noted if not self._is_noted(ino))
+        await self._holds.begin(file.held for file in self._open_files if file.held is not None)
         for file in self._open_files:
             if file.state is FileState.OPEN and not file.writers:
                 self._settler.closed(file)
         self._database.set_fact(BOOT_FACT, boot_id)
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
+
+    def _is_noted(self, ino: InodeNumber) -> bool:
+        file = self._open_files.get(ino)
+        return file is not None and file.noted
 
     async def _restore(self, row: FileRow, *, in_use: bool, power_was_cut: bool) -> bool:
         """Take the row up; False if there is nothing to it any more, and then the row and its segment are gone."""
@@ -112,7 +119,7 @@ class MountRecovery:
             row.ino, state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
         )
         if nameless:
-            file.orphan = unpack(Inode, row.orphan) if row.orphan else _NAMELESS
+            file.orphan = unpack(Inode, row.orphan) if row.orphan else NAMELESS
         elif version is not None and version.durable:
             file.durable_vid = row.vid
         self._open_files.add(file)
@@ -165,5 +172,3 @@ class MountRecovery:
 
 
 _STATES = {VersionState.OPEN: FileState.OPEN, VersionState.LOCAL: FileState.LOCAL}
-_NAMELESS = Inode(FORMAT_VERSION, 0o100600, 0, 0, 0, 0, 0, nlink=0)
-"""A removed file whose record was not written before the process died: its bytes live on until the last close."""

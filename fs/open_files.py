@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version, pack
+from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, pack
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
-from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase
+from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import Segments
 from ckptfs.fs.backing import BackingFiles
 
 HANDLE_BLOCK = 1 << 20
+
+NAMELESS = Inode(FORMAT_VERSION, 0o100600, 0, 0, 0, 0, 0, nlink=0)
+"""A removed file whose record nobody wrote down before the process died."""
 
 
 class Lane(enum.IntEnum):
@@ -33,9 +36,9 @@ class Lane(enum.IntEnum):
 class FileInUse:
     """One inode in use.
 
-    `segment` is None where this node is not its home; then `remote` is the protected version reads come from, or None while they
-    come from its home. `descriptor` is read-only, kept from create to seal so that a sync sees every write-back error.
-    `record` is the inode's as of the newest open.
+    `segment` is None where this node is not its home; then `remote` is the version reads come from, as of the newest open (None:
+    it isn't known any more), `held` the segment its home keeps for us, and `noted` whether `mount.db` knows. `descriptor` is
+    read-only, kept from create to seal so that a sync sees every write-back error. `record` is the inode's as of the newest open.
     `generation` grows with every open for writing and every change made through us: what a background step started from is void
     when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is the version last marked
     durable; `replaced_segment` that of the protected version this one replaces, free once this one is local. `sync_failed` is
@@ -62,6 +65,8 @@ class FileInUse:
     write_descriptor: int | None = None
     copy_descriptor: int | None = None
     remote: Version | None = None
+    held: SegmentId | None = None
+    noted: bool = False
     record: Inode | None = None
     orphan: Inode | None = None
 
@@ -189,6 +194,9 @@ class OpenFiles:
         if store_row and file.is_home:
             self._database.put_file(self.row(file), row)
         else:
+            if file.remote is not None and file.record is not None:
+                self._database.put_remote(RemoteRow(file.ino, file.vid, pack(file.remote), pack(file.record)))
+                file.noted = True
             self._database.put_handle(row)
         self._handles[handle.fh] = handle
         file.handles += 1
@@ -220,6 +228,9 @@ class OpenFiles:
             self._database.remove_handle(handle.fh)
             return
         file.lane = Lane.NONE
+        if file.noted:
+            self._database.remove_remotes([file.ino])
+            file.noted = False
         if file.state is FileState.PROTECTED and file.is_home:
             self._database.remove_files([file.ino])
         if file.backing_id is not None and self._backing is not None:

@@ -1,9 +1,10 @@
-"""Segments whose versions ended: the catalog's fact durable first, then unlink, in batches.
+"""Segments whose versions ended: the catalog's fact durable first, then unlink, in batches; but none that is read elsewhere.
 
 The segment of a version that was never durable goes at once: after a power cut nothing would show it, and its dirty pages would
 only keep the disk busy (leaving them made later writes ten times slower).
 """
 
+import contextlib
 import logging
 
 import trio
@@ -12,18 +13,23 @@ from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import SegmentId
 from ckptfs.cache.segments import Segments
+from ckptfs.fs.remote_readers import RemoteReaders
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+READ_SECONDS = 5.0
+"""How often it is asked whether what programs on other nodes still read may go."""
 
 
 class Reclaimer:
     """Takes segment ids and unlinks them in the background, in threads. What is lost with the process, recovery finds."""
 
-    def __init__(self, kv: KeyValue, segments: Segments) -> None:
+    def __init__(self, kv: KeyValue, segments: Segments, readers: RemoteReaders) -> None:
         self._kv = kv
         self._segments = segments
+        self._readers = readers
+        self._still_read: set[SegmentId] = set()
         self._at_once: list[SegmentId] = []
         self._after_barrier: list[SegmentId] = []
         self._work = trio.Event()
@@ -34,17 +40,25 @@ class Reclaimer:
         (self._at_once if at_once else self._after_barrier).append(segment)
         self._work.set()
 
+    def is_still_read(self, segment: SegmentId) -> bool:
+        """Whether it is to go as soon as programs on other nodes have closed it."""
+        return segment in self._still_read
+
     async def run(self) -> None:
         while True:
-            await self._work.wait()
+            with trio.move_on_after(READ_SECONDS if self._still_read else float("inf")) as waiting:
+                await self._work.wait()
             self._work = trio.Event()
+            if waiting.cancelled_caught:
+                with contextlib.suppress(CatalogUnavailable):
+                    await self._readers.forget_the_dead(self._still_read)
             await self.drain()
 
     async def drain(self) -> None:
-        """Remove everything asked for so far."""
-        at_once, self._at_once = self._at_once, []
-        if at_once:
-            await trio.to_thread.run_sync(self._remove, at_once)
+        """Remove everything asked for so far that may go."""
+        at_once = [*self._at_once, *self._still_read]
+        self._at_once = []
+        await self._remove_unread(at_once)
         while self._after_barrier:
             batch, self._after_barrier = self._after_barrier, []
             try:
@@ -53,7 +67,18 @@ class Reclaimer:
                 self._after_barrier += batch
                 await trio.sleep(RETRY_SECONDS)
                 continue
-            await trio.to_thread.run_sync(self._remove, batch)
+            await self._remove_unread(batch)
+
+    async def _remove_unread(self, segments: list[SegmentId]) -> None:
+        if not segments:
+            return
+        try:
+            still_read = await self._readers.of(segments)
+        except CatalogUnavailable:
+            still_read = set(segments)  # asked again soon
+        self._still_read = self._still_read.difference(segments) | still_read
+        if free := [segment for segment in segments if segment not in still_read]:
+            await trio.to_thread.run_sync(self._remove, free)
 
     def _remove(self, segments: list[SegmentId]) -> None:
         for segment in segments:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import trio
 
+from ckptfs.cache.catalog_format import Version, pack
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
@@ -20,6 +21,10 @@ COMPLAINT_SECONDS = 10.0
 READ_WAIT_SECONDS = 10.0
 """How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
 RETRY_SECONDS = 0.2
+
+
+class ContentGone(ContentUnreachable):
+    """What was opened is nowhere any more, or not what the file holds now."""
 
 
 class RemoteAttributes(NamedTuple):
@@ -38,27 +43,31 @@ class WholeCopy(NamedTuple):
 
 
 class RemoteContent:
-    """This node's agent, as the mount uses it. All methods raise `ContentUnreachable`."""
+    """This node's agent, as the mount uses it. All methods raise `ContentUnreachable`.
+
+    Where a version is given, it is what a program has opened: its bytes are meant if the file is removed meanwhile. It is
+    `ContentGone` if they are nowhere any more, or if the file is there and has other content now.
+    """
 
     def __init__(self, agent: LocalClient, *, wait_seconds: float = READ_WAIT_SECONDS) -> None:
         self._agent = agent
         self._wait_seconds = wait_seconds
         self._complained: dict[InodeNumber, float] = {}
 
-    async def attributes(self, ino: InodeNumber) -> RemoteAttributes:
+    async def attributes(self, ino: InodeNumber, vid: Vid, version: Version | None) -> RemoteAttributes:
         """Size and times of a file that its home may be writing."""
-        answer = await self._ask({"do": "attributes", "ino": ino}, ino)
+        answer = await self._ask({"do": "attributes", "ino": ino, **_opened(vid, version)}, ino)
         return RemoteAttributes(answer["size"], answer["mtime_ns"], answer["blocks"])
 
-    async def fetch(self, ino: InodeNumber, vid: Vid, offset: int, length: int) -> str:
-        """Have the range of a protected version's local copy present and verified; returns the path of the copy."""
-        answer = await self._ask({"do": "fetch", "ino": ino, "vid": vid, "offset": offset, "length": length}, ino)
-        return str(answer["copy"])
+    async def fetch(self, ino: InodeNumber, vid: Vid, version: Version, offset: int, length: int) -> str:
+        """Have the range of a hashed version's local copy present and verified; returns the path of the copy."""
+        request = {"do": "fetch", "ino": ino, "offset": offset, "length": length, **_opened(vid, version)}
+        return str((await self._ask(request, ino))["copy"])
 
-    async def read(self, ino: InodeNumber, offset: int, length: int) -> bytes:
+    async def read(self, ino: InodeNumber, vid: Vid, version: Version | None, offset: int, length: int) -> bytes:
         """Bytes from the home, short at the end of the file."""
-        answer = await self._ask({"do": "read", "ino": ino, "offset": offset, "length": length}, ino)
-        return bytes(answer["data"])
+        request = {"do": "read", "ino": ino, "offset": offset, "length": length, **_opened(vid, version)}
+        return bytes((await self._ask(request, ino))["data"])
 
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
         """A complete, verified copy of the file's current content."""
@@ -73,18 +82,25 @@ class RemoteContent:
                 if answer["ok"]:
                     return answer
                 message = str(answer.get("message", answer.get("error")))
+                if answer.get("error") == "gone":
+                    raise ContentGone(message)
                 may_pass = answer.get("error") == "unreachable" and request["do"] != "attributes"
             except NodeNotAnswering as error:
                 message, may_pass = f"this node's agent does not answer ({error}); it is being restarted", True
             if not may_pass or trio.current_time() + RETRY_SECONDS > deadline:
-                raise self._unreachable(ino, message)
+                self.complain(ino, message)
+                raise ContentUnreachable(message)
             await trio.sleep(RETRY_SECONDS)
 
-    def _unreachable(self, ino: InodeNumber, message: str) -> ContentUnreachable:
+    def complain(self, ino: InodeNumber, message: str) -> None:
+        """Say in the log why a program gets EIO, now and then."""
         now = time.monotonic()
         if now - self._complained.get(ino, -COMPLAINT_SECONDS) >= COMPLAINT_SECONDS:
             if len(self._complained) > 1000:
                 self._complained.clear()
             self._complained[ino] = now
             log.warning("content_unreachable inode=%d message=%s", ino, message)
-        return ContentUnreachable(message)
+
+
+def _opened(vid: Vid, version: Version | None) -> Message:
+    return {} if version is None else {"vid": vid, "version": pack(version)}

@@ -108,6 +108,8 @@ class SegmentSweep:
         await trio.lowlevel.checkpoint()
         if any(file.segment == segment or file.replaced_segment == segment for file in self._open_files):
             return True
+        if self._reclaimer.is_still_read(segment):
+            return True
         try:
             descriptor = self._segments.open_read(segment)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """A node's mount without a kernel: the handlers on a real catalog and a real store, asked directly.
 
-The kernel's side is left out (no passthrough, no permission checks, no cache). Without `start_agent` the agent does not answer, so
-that bytes of another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
+The kernel's side is left out (no passthrough, no permission checks, no cache). Without `start_agent` the agent does not answer,
+so that bytes of another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
 """
 
 import errno
@@ -40,6 +40,9 @@ from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.remote_files import RemoteFiles
+from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.settle import Settler
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.transport import PlainTransport
@@ -107,6 +110,7 @@ class BareNode:
     open_files: OpenFiles
     settler: Settler
     reclaimer: Reclaimer
+    holds: SegmentHolds
     files: FileOperations
     names: NameOperations
     inodes: InodeOperations
@@ -217,6 +221,7 @@ class BareNode:
     async def settle(self) -> None:
         """Seal what is closed, remove what is to be removed."""
         await self.settler.settle_due(everything=True)
+        await self.holds.drain()
         await self.reclaimer.drain()
 
     async def state(self, ino: int) -> VersionState | None:
@@ -247,6 +252,7 @@ StartNode = Callable[..., Awaitable[BareNode]]
 async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
     """`await start_node("a")`: a node of that name; again with the name of a killed one, the next life of it."""
     nodes: list[BareNode] = []
+    clients: list[LocalClient] = []
     now_ns = Clock()
 
     async def start(name: str = "a", *, incarnation: int = 1) -> BareNode:
@@ -258,8 +264,12 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         segments = Segments(store.segments)
         database = MountDatabase(store.mount_db)
         open_files = OpenFiles(database, segments, None)
-        remote = RemoteContent(LocalClient(store.agent_socket), wait_seconds=0)
-        reclaimer = Reclaimer(kv, segments)
+        client = LocalClient(store.agent_socket)
+        clients.append(client)
+        remote = RemoteContent(client, wait_seconds=0)
+        reclaimer = Reclaimer(kv, segments, RemoteReaders(kv))
+        holds = SegmentHolds(kv, store.store_id)
+        elsewhere = RemoteFiles(open_files, remote, holds)
         told: list[str] = []
 
         async def on_local(urgent: bool) -> None:
@@ -270,10 +280,10 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
         records = FileRecords(namespace, open_files, database)
         files = FileOperations(
-            namespace, versions, open_files, segments, database, view, records, remote, settler, reclaimer, store.store_id
+            namespace, versions, open_files, segments, database, view, records, elsewhere, settler, reclaimer, store.store_id
         )
         recovery = MountRecovery(
-            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, files.reopen
+            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
         )
         await recovery.run()
         nodes.append(
@@ -287,6 +297,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 open_files,
                 settler,
                 reclaimer,
+                holds,
                 files,
                 NameOperations(namespace, view, files),
                 InodeOperations(namespace, view, records, files, store.path),
@@ -297,6 +308,8 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         return nodes[-1]
 
     yield start
+    for client in clients:
+        await client.aclose()
     for node in nodes:
         node.kill()
         await node.kv.aclose()

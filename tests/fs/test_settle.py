@@ -27,6 +27,7 @@ from ckptfs.cache.versions import Versions
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.settle import RETRY_SECONDS_MAX, Settler
 
 SETTLE_SECONDS = 2.0
@@ -81,7 +82,7 @@ class Bench:
         self.segments = Segments(directory / "segments")
         self.database = MountDatabase(directory / "mount.db")
         self.open_files = OpenFiles(self.database, self.segments, None)
-        self.reclaimer = Reclaimer(self.kv, self.segments)
+        self.reclaimer = Reclaimer(self.kv, self.segments, RemoteReaders(self.kv))
         self.sealer = FailingSealer(self.segments, 4, CELL, CELL)
         self.told = 0
         self.urgent: list[bool] = []

@@ -1,0 +1,92 @@
+"""Files in use whose bytes are on other nodes: which version programs have open, and where it is read from.
+
+A version that was hashed is read from a local copy, checked; one that is still written, through its home. While only its home
+has the bytes, the home is asked to keep the segment until the last close here, whatever becomes of the file.
+"""
+
+import os
+
+from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
+from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.cache.mount_db import FileState, RemoteRow
+from ckptfs.fs.disk_reads import DiskReads
+from ckptfs.fs.open_files import FileInUse, OpenFiles
+from ckptfs.fs.remote_content import ContentGone, RemoteContent, WholeCopy
+from ckptfs.fs.segment_holds import SegmentHolds
+
+
+class RemoteFiles:
+    """Raises `ContentUnreachable` where bytes can't be had."""
+
+    def __init__(self, open_files: OpenFiles, content: RemoteContent, holds: SegmentHolds) -> None:
+        self._open_files = open_files
+        self._content = content
+        self._holds = holds
+        self._disk = DiskReads()
+
+    async def hold(self, vid: Vid, version: Version) -> bool:
+        """Have the version's bytes kept for programs here; `use` follows at once. False if it is gone: look again."""
+        return await self._holds.take(vid, version)
+
+    def use(self, ino: InodeNumber, vid: Vid, version: Version) -> FileInUse:
+        """The file, with this version as what is read; whoever has it open reads that from now on. Its home's file stays that."""
+        file = self._open_files.get(ino)
+        if file is None:
+            file = FileInUse(ino, FileState.PROTECTED, vid, None, None, 0)
+            self._open_files.add(file)
+        elif file.is_home:
+            return file  # it has become so while this version was looked up
+        if file.vid != vid and file.copy_descriptor is not None:
+            os.close(file.copy_descriptor)
+            file.copy_descriptor = None
+        before, file.held = file.held, self._holds.needed(version)
+        if before is not None and before != file.held:
+            self._holds.let_go(before)
+        file.vid, file.remote = vid, version
+        return file
+
+    def restore(self, row: RemoteRow) -> FileInUse:
+        """A file in use, as an earlier process noted it."""
+        file = self.use(row.ino, row.vid, unpack(Version, row.version))
+        file.record, file.noted = unpack(Inode, row.record), True
+        return file
+
+    def let_go(self, file: FileInUse) -> None:
+        """The last handle is closed."""
+        if file.held is not None:
+            self._holds.let_go(file.held)
+            file.held = None
+
+    async def read(self, file: FileInUse, offset: int, size: int) -> bytes:
+        """Bytes of what programs have open. Raises `ContentGone` if the file has other content now, or its bytes are nowhere."""
+        version = file.remote
+        if version is None or version.state is VersionState.OPEN:
+            return await self._content.read(file.ino, file.vid, version, offset, size)
+        size = min(size, version.size - offset)
+        if size <= 0:
+            return b""
+        return await self._disk.read(await self._copy_with(file, version, offset, size), size, offset)
+
+    async def _copy_with(self, file: FileInUse, version: Version, offset: int, size: int) -> int:
+        """A descriptor of the version's local copy, in which the range is present and verified."""
+        path = await self._content.fetch(file.ino, file.vid, version, offset, size)
+        if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_ino != os.stat(path).st_ino:
+            os.close(file.copy_descriptor)  # that copy was evicted, this is another one
+            file.copy_descriptor = None
+        if file.copy_descriptor is None:
+            file.copy_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return file.copy_descriptor
+
+    async def size(self, file: FileInUse) -> int:
+        """The size of what programs have open, in bytes."""
+        if file.remote is None or file.remote.state is VersionState.OPEN:
+            return (await self._content.attributes(file.ino, file.vid, file.remote)).size
+        return file.remote.size
+
+    async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
+        """A complete, verified copy of the file's current content."""
+        return await self._content.fetch_whole(ino)
+
+    def complain(self, file: FileInUse, error: ContentGone) -> None:
+        """Say in the log why a program gets EIO."""
+        self._content.complain(file.ino, str(error))
