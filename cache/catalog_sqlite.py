@@ -16,8 +16,13 @@ transaction to a worker thread that waits on a connection of its own. Commits ar
 automatic checkpoint); `make_durable` syncs the write-ahead log beside running transactions, one sync for all who asked
 before it began. Checkpoints and trimming the log happen in a thread of their own.
 
+On a full drive names must still go. So the log, its index and the database hold room beyond their ends (`hold_room`), and a
+log that can't grow all the same is copied into the database and begun anew, in the room its file has. New names are refused
+before they come here.
+
 SQLite's locks are POSIX locks, which a process loses when it closes *any* descriptor of the locked file: nothing here may
-open the database file itself, only the `-wal`, which is never locked. Local file systems only.
+close one of the database or the `-shm` (see `kept_descriptors`), only of the `-wal`, which is never locked. Local file systems
+only.
 """
 
 import logging
@@ -50,7 +55,10 @@ from ckptfs.cache.catalog_kv import (
     Unchanged,
 )
 from ckptfs.cache.errors import CatalogCompacted, CatalogFull, CatalogUnavailable, DamagedData, StoreError
+from ckptfs.cache.kept_descriptors import kept_descriptor
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
+from ckptfs.cache.reserve import hold_beyond_end, lacking_beyond_end, room_at
+from ckptfs.cache.sqlite_full import is_full
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +70,9 @@ WAL_SIZE_BYTES_SOFT = 64 * 1024 * 1024  # a page that is written often is copied
 WAL_SIZE_BYTES_HARD = 256 * 1024 * 1024
 CHECKPOINT_PASSES_MAX = 4
 CHECKPOINT_FRAMES_LEFT_MAX = 256  # 1 MiB
+PAGE_SIZE = 4096
 WAL_LOOKED_AT_EVERY = 64  # transactions: each adds some 30 KiB
+INDEX_GROWTH_BYTES = 32 * 1024  # at once, for 4096 pages of the log
 CHECKPOINT_INTERVAL_SECONDS_MIN = 1.0
 BUSY_SECONDS_MAX = 10.0
 WATCH_POLL_SECONDS = 0.05
@@ -119,23 +129,26 @@ class SqliteCatalog:
     """
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, writer_label: str, session: str | None = None) -> "SqliteCatalog":
+    def open(
+        cls, path: str | os.PathLike[str], *, writer_label: str, session: str | None = None, reserve_bytes: int = 0
+    ) -> "SqliteCatalog":
         """Open the catalog file, creating it when missing. Blocks; called once at start.
 
-        `writer_label` names this process in log lines. Raises `StoreError` if the file is foreign, newer, or can't be
-        opened, `DamagedData` if it is damaged.
+        `writer_label` names this process in log lines. `reserve_bytes` is how much room the log holds for a full drive; see
+        `hold_room`. Raises `StoreError` if the file is foreign, newer, or can't be opened, `DamagedData` if it is damaged.
         """
         path = os.fspath(path)
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise StoreError(f"the catalog {path} can't be opened: its directory does not exist")
-        return cls(path, writer_label, session)
+        return cls(path, writer_label, session, reserve_bytes)
 
-    def __init__(self, path: str, writer_label: str, session: str | None) -> None:
+    def __init__(self, path: str, writer_label: str, session: str | None, reserve_bytes: int = 0) -> None:
         self.path = path
         self.writer_label = writer_label
         self.session = session
+        self._reserve_bytes = reserve_bytes
         self._connection = _guarded(path, lambda: _prepare(path))
-        self._wal = os.open(path + "-wal", os.O_RDONLY | os.O_CLOEXEC)
+        self._wal = os.open(path + "-wal", os.O_RDWR | os.O_CLOEXEC)
         self._records = RecordCache(path)
         self._waiting_writer: sqlite3.Connection | None = None
         self._waiting_reader: sqlite3.Connection | None = None
@@ -263,10 +276,11 @@ class SqliteCatalog:
             if result.succeeded:
                 records.committed(result.revision, changed)
         except sqlite3.Error as error:
-            if not _is_busy(error):
+            if not _is_busy(error) and not is_full(error):
                 raise self._noted(_translated(self.path, error)) from error
             self._waited += 1
-            result = await trio.to_thread.run_sync(self._transact_patiently, apply, limiter=self._writer_limit)
+            attempt = self._transact_on_full_drive if is_full(error) else self._transact_patiently
+            result = await trio.to_thread.run_sync(attempt, apply, limiter=self._writer_limit)
         self._transactions += 1
         if self._transactions % WAL_LOOKED_AT_EVERY == 0:
             self._maintain_when_due()
@@ -289,6 +303,22 @@ class SqliteCatalog:
             lambda connection: _transaction(connection, lambda connection: apply(connection, None)),
             self._waiting_writer,
         )
+
+    def _transact_on_full_drive(
+        self, apply: Callable[[sqlite3.Connection, RecordCache | None], TransactionResult]
+    ) -> TransactionResult:
+        """Begin the log anew in its own file, then as `_transact_patiently`. Raises `CatalogFull` if that is not possible."""
+        connection = _connect(self.path)
+        deadline = time.monotonic() + BUSY_SECONDS_MAX
+        try:
+            while not _checkpoint(connection, self._wal, keep_file=True) and time.monotonic() < deadline:
+                time.sleep(0.01)  # others are reading what is to be written over
+        except sqlite3.Error as error:
+            raise self._noted(_translated(self.path, error)) from error
+        finally:
+            connection.close()
+        self._hold_room_quietly()
+        return self._transact_patiently(apply)
 
     async def make_durable(self) -> None:
         """See `KeyValue`. A failed sync is final: the kernel has marked the pages clean, a second sync would lie."""
@@ -342,30 +372,65 @@ class SqliteCatalog:
 
     # Checkpoints
 
+    def hold_room(self) -> int:
+        """Hold room for what the log, its index and the database grow by when the drive is full; returns the bytes that lack.
+
+        Blocks shortly. To be called at start and now and then. Raises `OSError` for a drive that is broken rather than full.
+        """
+        reserve = self._reserve_bytes
+        if not reserve:
+            return 0
+        lacking = hold_beyond_end(self._wal, reserve)
+        lacking += hold_beyond_end(kept_descriptor(self.path + "-shm"), 2 * INDEX_GROWTH_BYTES + reserve // 256)
+        return lacking + hold_beyond_end(kept_descriptor(self.path), self._database_growth())
+
+    def _database_growth(self) -> int:
+        """Twice what copying the log would let the database grow by now (half of it is what must be held), and a little."""
+        pending = self._records.database_pages * PAGE_SIZE - os.fstat(kept_descriptor(self.path)).st_size
+        return 2 * max(0, pending) + self._reserve_bytes // 4
+
+    def _hold_room_quietly(self) -> None:
+        try:
+            self.hold_room()
+        except OSError as error:
+            log.warning("catalog_room_not_held path=%s error=%s", self.path, error)
+
     def _maintain_when_due(self) -> None:
         """Start the maintenance thread if the write-ahead log has grown. A thread rather than a task, so that the transaction
         that noticed doesn't pay for it."""
-        if os.fstat(self._wal).st_size < WAL_SIZE_BYTES_SOFT:
-            return
         if self._maintenance is not None and self._maintenance.is_alive():
             return
-        if time.monotonic() - self._maintained_at < CHECKPOINT_INTERVAL_SECONDS_MIN:
+        # A small drive, which has a small reserve, has no room for a long log either.
+        soft = min(WAL_SIZE_BYTES_SOFT, 2 * self._reserve_bytes or WAL_SIZE_BYTES_SOFT)
+        rested = time.monotonic() - self._maintained_at >= CHECKPOINT_INTERVAL_SECONDS_MIN
+        if os.fstat(self._wal).st_size >= soft and rested:
+            self._maintained_at = time.monotonic()
+            task = self._maintain
+        elif self._reserve_bytes and self._lacks_room():
+            task = self._hold_room_quietly
+        else:
             return
-        self._maintained_at = time.monotonic()
-        self._maintenance = threading.Thread(target=self._maintain, name="catalog-maintenance", daemon=True)
+        self._maintenance = threading.Thread(target=task, name="catalog-maintenance", daemon=True)
         self._maintenance.start()
+
+    def _lacks_room(self) -> bool:
+        grown = lacking_beyond_end(self._wal, self._reserve_bytes)
+        return bool(grown or lacking_beyond_end(kept_descriptor(self.path), self._database_growth()))
 
     def _maintain(self) -> None:
         try:
             connection = _connect(self.path)
             try:
-                self._checkpoints += _checkpoint(connection, self._wal)
+                # On a drive that is nearly full, what the file is cut by might be taken before it is held again.
+                keep_file = room_at(os.path.dirname(os.path.abspath(self.path))).free_bytes < 4 * self._reserve_bytes
+                self._checkpoints += _checkpoint(connection, self._wal, keep_file=keep_file)
+                self._hold_room_quietly()
                 _patient(self.path, lambda connection: _transaction(connection, _count_checkpoint), connection)
                 while _patient(self.path, lambda connection: _transaction(connection, _trim_log), connection):
                     pass
             finally:
                 connection.close()
-        except (sqlite3.Error, CatalogUnavailable, DamagedData) as error:
+        except (sqlite3.Error, OSError, CatalogUnavailable, DamagedData) as error:
             self._checkpoint_failures += 1
             self._last_error = str(error)
             log.warning("catalog_checkpoint_failed path=%s writer=%s error=%s", self.path, self.writer_label, error)
@@ -577,8 +642,10 @@ def _prefix_end(prefix: bytes) -> bytes:
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\xff" * 300
 
 
-def _checkpoint(connection: sqlite3.Connection, wal: int) -> int:
+def _checkpoint(connection: sqlite3.Connection, wal: int, *, keep_file: bool) -> int:
     """Copy the write-ahead log into the database, and empty it if that shuts writers out for a moment only. 1 if it is empty.
+
+    With `keep_file` the log's file stays as long as it is and is written again from its beginning.
 
     While one pass copies and syncs, writers append; after a few there is little left, unless they are busier than the drive. Then
     it waits for the next time, and only a log that has grown far too long is emptied at the writers' expense.
@@ -591,7 +658,7 @@ def _checkpoint(connection: sqlite3.Connection, wal: int) -> int:
         if os.fstat(wal).st_size < WAL_SIZE_BYTES_HARD:
             return 0
     connection.execute("PRAGMA busy_timeout=50")
-    (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    (busy, _, _) = connection.execute(f"PRAGMA wal_checkpoint({'RESTART' if keep_file else 'TRUNCATE'})").fetchone()
     connection.execute("PRAGMA busy_timeout=0")
     return 0 if busy else 1
 
@@ -652,7 +719,7 @@ def _translated(path: str, error: sqlite3.Error) -> Exception:
     code = _primary_code(error)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedData(f"the catalog {path} is damaged ({error}): restore it from a copy; nothing was changed")
-    if code == sqlite3.SQLITE_FULL:
+    if is_full(error):
         return CatalogFull(f"the catalog {path} can't grow: no space left on its file system")
     if isinstance(error, sqlite3.ProgrammingError):
         return CatalogUnavailable(f"the catalog {path} is closed here ({error})")

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.sqlite_full import is_full
 
 FORMAT_VERSION = 1
 
@@ -128,9 +129,8 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
         raise StoreError(f"{path} can't be opened ({error}); stop the node and delete it, it is rebuilt at start") from None
 
 
-def _is_full(error: sqlite3.OperationalError) -> bool:
-    code = getattr(error, "sqlite_errorcode", 0)
-    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+def _no_room(path: Path) -> StoreError:
+    return StoreError(f"{path}: no space is left on its file system; the node needs a little to start: free some")
 
 
 class MountDatabase:
@@ -139,6 +139,7 @@ class MountDatabase:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._owed: deque[tuple[str, Sequence[Sequence[object]]]] = deque()
+        self._facts: dict[str, bytes] = {}
         self._connection = _connect(path, read_only=False)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
@@ -154,8 +155,8 @@ class MountDatabase:
                 )
         except sqlite3.DatabaseError as error:
             self._connection.close()
-            if isinstance(error, sqlite3.OperationalError) and _is_full(error):
-                raise StoreError(f"{path}: no space is left on its file system; the node needs a little to start") from None
+            if is_full(error):
+                raise _no_room(path) from None
             raise StoreError(f"{path} is damaged ({error}); stop the node and delete it, it is rebuilt at start") from None
 
     def close(self) -> None:
@@ -170,16 +171,20 @@ class MountDatabase:
             try:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.OperationalError as error:
-                if not _is_full(error):
+                if not is_full(error):
                     raise
 
     def fact(self, name: str) -> bytes | None:
         """The fact's value, or None."""
+        if name in self._facts:
+            return self._facts[name]
         row = self._connection.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def set_fact(self, name: str, value: bytes) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (name, value))
+        """Set the fact; on a full drive it is written down as soon as there is room."""
+        self._facts[name] = value
+        self._owe("INSERT OR REPLACE INTO fact VALUES(?, ?)", [(name, value)])
 
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
         """Set the file's row, and add the handle, in one transaction; on a full drive, as soon as there is room."""
@@ -237,7 +242,7 @@ class MountDatabase:
             try:
                 self._execute_many(statement, rows)
             except sqlite3.OperationalError as error:
-                if not _is_full(error):
+                if not is_full(error):
                     raise
                 return False
             self._owed.popleft()
@@ -273,10 +278,13 @@ class MountDatabase:
         return [HandleRow(*row) for row in self._connection.execute("SELECT * FROM handle ORDER BY fh")]
 
     def forget_handles(self) -> None:
-        """A new connection: the kernel holds none of the old handles and backing ids."""
-        self._connection.execute("DELETE FROM handle")
-        self._connection.execute("DELETE FROM remote")
-        self._connection.execute("UPDATE file SET backing_id = NULL")
+        """A new connection: the kernel holds none of the old handles and backing ids. Raises `StoreError` on a full drive."""
+        try:
+            self._connection.execute("DELETE FROM handle")
+            self._connection.execute("DELETE FROM remote")
+            self._connection.execute("UPDATE file SET backing_id = NULL")
+        except sqlite3.OperationalError as error:
+            raise _no_room(self._path) if is_full(error) else error from None
 
     def exposure(self) -> Exposure:
         count, size, oldest = self._connection.execute(

@@ -4,37 +4,36 @@ SQLite keeps the index of its write-ahead log in the `-shm` file, which all proc
 https://sqlite.org/walformat.html, "The WAL-Index Header") changes with every commit and every checkpoint; SQLite itself
 compares it to learn whether its own pages are stale. So comparing 96 bytes of shared memory, 0.3 µs, replaces locking and
 reading the database, 13 µs a record. Field `iChange`, at offset 8, grows by one with each transaction: an own commit after which
-it has grown by exactly one leaves everything else that is kept valid.
+it has grown by exactly one leaves everything else that is kept valid. Field `nPage`, at offset 20, is how many pages the database
+will have when all of the log is copied into it.
 """
 
 import mmap
-import os
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckptfs.cache.catalog_kv import Entry
+from ckptfs.cache.kept_descriptors import kept_descriptor
 
 HEADER_SIZE = 96
 ENTRIES_MAX = 20_000
 _CHANGE = struct.Struct("=8xI")
+_PAGES = struct.Struct("=20xI")
 
 MISSING = object()
 """What `get` returns for a key of which nothing is known; None is a key that is known to be absent."""
 
 
-_mapped: dict[tuple[int, int], mmap.mmap] = {}
-"""The headers this process has mapped, by device and inode of the `-shm` file, for as long as it lives: SQLite's locks on that
-file are POSIX locks, which a process loses when it closes any descriptor of it, and a map holds a descriptor."""
+_mapped: dict[int, mmap.mmap] = {}
+"""The headers this process has mapped, by kept descriptor, for as long as it lives: a map holds a descriptor of its own."""
 
 
 def _map_header(path: str) -> mmap.mmap:
-    status = os.stat(path)
-    identity = status.st_dev, status.st_ino
-    if identity not in _mapped:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        _mapped[identity] = mmap.mmap(descriptor, HEADER_SIZE, prot=mmap.PROT_READ)
-    return _mapped[identity]
+    descriptor = kept_descriptor(path)
+    if descriptor not in _mapped:
+        _mapped[descriptor] = mmap.mmap(descriptor, HEADER_SIZE, prot=mmap.PROT_READ)
+    return _mapped[descriptor]
 
 
 class Written(NamedTuple):
@@ -64,6 +63,11 @@ class RecordCache:
             self._counts.clear()
             self.newest = None
             self.header = header
+
+    @property
+    def database_pages(self) -> int:
+        """How many pages the database will have when the log as it is now is copied into it."""
+        return int(_PAGES.unpack_from(self._map)[0])
 
     def get(self, key: bytes) -> Entry | object | None:
         """The entry, None for a key that is absent, `MISSING` if nothing is known."""

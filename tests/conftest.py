@@ -6,6 +6,7 @@ connection first, then unmounts, kills by recorded pid, and removes the director
 
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -98,6 +99,10 @@ def remove_scratch(directory: Path) -> None:
         detach(mounted.mountpoint, abort=True)
     still = [mounted for mounted in mounts() if mounted.mountpoint.is_relative_to(directory)]
     assert not still, f"can't unmount {still}"  # before the removal: it must never walk into a mount
+    mounted_drives = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for drive in reversed(mounted_drives):
+        if drive.is_relative_to(directory):
+            subprocess.run(["umount", "--lazy", drive], check=True)  # the run itself may keep a catalog's files open
     shutil.rmtree(directory)
     assert not left, f"processes {left} did not die"
 
@@ -108,6 +113,28 @@ def scratch() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=SCRATCH_PARENT))
     yield directory
     remove_scratch(directory)
+
+
+MakeDrive = Callable[..., Path]
+
+
+@pytest.fixture
+def make_drive(scratch: Path) -> MakeDrive:
+    """`make_drive(64)`: an ext4 file system of its own of so many MiB, mounted at a directory of the scratch one; `inodes`: how
+    many files it can have; `at`: where. It goes with the scratch directory."""
+
+    def make(mebibytes: int, *, inodes: int | None = None, at: Path | None = None) -> Path:
+        drive = at or scratch / "drive"
+        drive.mkdir(exist_ok=True)
+        image = scratch / f"{len(list(scratch.glob('*.img')))}.img"
+        with open(image, "wb") as file:
+            file.truncate(mebibytes << 20)
+        more = [] if inodes is None else ["-N", str(inodes)]
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", *more, image], check=True)
+        subprocess.run(["mount", "-o", "loop", image, drive], check=True)
+        return drive
+
+    return make
 
 
 StartCluster = Callable[..., LocalCluster]

@@ -1,0 +1,19 @@
+"""Descriptors of files that SQLite locks, kept for as long as the process lives.
+
+SQLite's locks are POSIX locks, which a process loses when it closes *any* descriptor of the locked file. So what is opened here
+is never closed; a file that was removed meanwhile keeps its inode, so that no other file is taken for it.
+"""
+
+import os
+
+_kept: dict[tuple[int, int], int] = {}
+"""By device and inode."""
+
+
+def kept_descriptor(path: str) -> int:
+    """A descriptor of the file for reading and writing, the same one each time. Nobody closes it. Raises `OSError`."""
+    status = os.stat(path)
+    identity = status.st_dev, status.st_ino
+    if identity not in _kept:
+        _kept[identity] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return _kept[identity]
