@@ -243,6 +243,25 @@ class Versions:
 
         await repeated(attempt)
 
+    async def release_segment(self, vid: Vid) -> bool:
+        """Say that a protected version has no segment any more. False if it isn't protected, not at home here, or has none.
+
+        The caller makes that durable before it unlinks the segment.
+        """
+
+        async def attempt() -> bool:
+            found = await find_version(self.kv, vid)
+            if found is None:
+                return False
+            version, revision = found
+            if version.state is not VersionState.PROTECTED or version.home != self._writer.store or version.segment == NO_SEGMENT:
+                return False
+            released = version_step(vid, version, msgspec.structs.replace(version, segment=NO_SEGMENT))
+            await commit(self.kv, [Unchanged(version_key(vid), revision)], [released])
+            return True
+
+        return await repeated(attempt)
+
     async def release_writer(self, ino: InodeNumber, vid: Vid) -> bool:
         """Let other nodes write the file; this one hasn't opened it again since `vid` became local. False if it has, or isn't the
         writer any more."""

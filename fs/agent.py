@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 MEMBERS_SECONDS = 2.0
 HOUSEKEEPING_SECONDS = 600.0
+RESERVE_SECONDS = 2.0
 HURRY_SECONDS_MAX = 2.0
 """How long a node is tried that is to hurry; who waits for it asks again."""
 CATALOG_RETRY_SECONDS = 0.5
@@ -144,6 +145,7 @@ class Agent:
             await nursery.start(self.replicator.run)
             nursery.start_soon(self._watch_members)
             nursery.start_soon(self._keep_house)
+            nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
             task_status.started(self.address)
 
@@ -231,6 +233,15 @@ class Agent:
                 continue
             if copies or partials:
                 log.info("housekeeping copies_removed=%d partials_removed=%d", copies, partials)
+
+    async def _keep_reserve_free(self) -> None:
+        """Release local copies, those used longest ago first, when local saves leave less than the reserve."""
+        while True:
+            await trio.sleep(RESERVE_SECONDS)
+            try:
+                await self.restorer.make_room()
+            except OSError as error:
+                log.warning("copies_not_released error=%s", error)
 
     async def remove_unwanted_copies(self) -> int:
         """Remove local copies of versions that are gone; returns how many."""

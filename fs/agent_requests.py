@@ -1,11 +1,13 @@
 """What the agent answers on the node's socket: to the mount, which needs bytes, and to the command line.
 
 Requests are maps with `do`; answers have `ok`, and where it is false `error`, one of: gone (no such file or version now),
-unreachable (no node that has the bytes answers), damaged (they answer, but what they have is wrong), failed (this node's
-disk or catalog), unknown (no such request), internal (a bug; the log has it).
+unreachable (no node that has the bytes answers), damaged (they answer, but what they have is wrong), full (this node's drive
+has no room for a copy that is needed), failed (this node's disk or catalog), unknown (no such request), internal (a bug; the
+log has it).
 
     wake {urgent, nodes}               something may wait for protection. `urgent`: somebody waits for it, on these nodes too
-    fetch {ino, offset, length} *      -> copy: path of the local copy of that version, in which that part is there and right
+    fetch {ino, offset, length} *      -> copy: path of the local copy of that version, in which that part is there and right;
+                                       or data, the bytes themselves, where the drive has no room for a copy
     fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
     attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
@@ -30,7 +32,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
-from ckptfs.replication.local_copies import CopyFailed
+from ckptfs.replication.local_copies import CopyFailed, CopyFull
 from ckptfs.replication.stripe_reader import ContentDamaged
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class AgentRequests:
             return _no("gone", str(error) or "no such file")
         except (ShardDamaged, ContentDamaged) as error:
             return _no("damaged", str(error))
+        except CopyFull as error:
+            return _no("full", str(error))
         except (CopyFailed, CacheError, OSError) as error:
             return _no("failed", str(error))
         except ReplicationError as error:
@@ -106,10 +110,10 @@ class AgentRequests:
         if version is None or version.state is VersionState.OPEN:
             raise Gone("this version was replaced or deleted meanwhile")
         try:
-            path = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
+            fetched = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
         except ShardNotFound as error:
             raise Gone(f"the file was removed, and its bytes are gone: {error}") from None
-        return {"copy": os.fspath(path)}
+        return {"data": fetched} if isinstance(fetched, bytes) else {"copy": os.fspath(fetched)}
 
     async def _removed_version(self, request: Message) -> Version | None:
         """What a program has open of a file that was removed; None if the file is still there, with other content now."""
@@ -148,8 +152,10 @@ class AgentRequests:
             if not length:
                 return {"data": b""}
             if version.shards or version.state is VersionState.PROTECTED:
-                path = await self._agent.restorer.fetch(vid, version, offset, length)
-                return {"data": await trio.to_thread.run_sync(_read_file, os.fspath(path), offset, length)}
+                fetched = await self._agent.restorer.fetch(vid, version, offset, length)
+                if isinstance(fetched, bytes):
+                    return {"data": fetched}
+                return {"data": await trio.to_thread.run_sync(_read_file, os.fspath(fetched), offset, length)}
             data = await self._at_home(
                 version,
                 lambda: self._agent.holders.read_segment(version.home, vid, version.segment, offset, length),
@@ -273,6 +279,7 @@ class AgentRequests:
             "replicator": asdict(replicator),
             "restorer": {
                 "bytes_fetched": agent.restorer.bytes_fetched,
+                "bytes_passed": agent.restorer.bytes_passed,
                 "cells_read": counters.cells_read,
                 "cells_decoded": counters.cells_decoded,
                 "damaged_by_store": {store.hex(): count for store, count in counters.damaged_by_store.items()},

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version, VersionState
+from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Version, VersionState
 from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileState, MountDatabase, RemoteRow
@@ -237,6 +237,8 @@ class FileOperations:
         file = self._open_files.get(ino)
         if file is not None and file.is_home:
             return file
+        if version.segment in self._open_files.releasing:
+            return None
         try:
             descriptor = self._segments.open_read(version.segment)
         except FileNotFoundError:
@@ -291,7 +293,14 @@ class FileOperations:
         if file is not None and file.is_home and (in_use or not truncate):
             return await self._rewrite_in_place(file, inode, truncate)
         if truncate:
-            return await self._begin_here(ino)
+            try:
+                return await self._begin_here(ino)
+            except OSError as error:
+                file = await self._current_home_file(ino) if error.errno == errno.ENOSPC else None
+                if file is None:
+                    raise
+                # No room for a second segment: what is cut to nothing in place makes room.
+                return await self._rewrite_in_place(file, inode, truncate)
         for _ in range(MOVED_TRIES):
             copy = None if inode.cur is None else await self._elsewhere.fetch_whole(ino)
             try:
@@ -300,9 +309,17 @@ class FileOperations:
                 inode = await self._namespace.inode(ino)
         raise ContentMoved(f"inode {ino} is rewritten on other nodes faster than it can be copied")
 
+    async def _current_home_file(self, ino: InodeNumber) -> FileInUse | None:
+        vid = (await self._namespace.inode(ino)).cur
+        version = None if vid is None else await self._versions.version(vid)
+        return self._home_file(ino, vid, version) if vid and version is not None and version.home == self._store else None
+
     async def _rewrite_in_place(self, file: FileInUse, inode: Inode, truncate: bool) -> FileInUse:
         """The segment carries on as a new version: what the old one held is what programs have open."""
         assert file.descriptor is not None
+        version = await self._versions.version(file.vid)
+        if version is not None and version.segment == NO_SEGMENT:
+            raise HeldElsewhere(f"the segment of inode {file.ino} was released while programs have it open: close it there")
         opened = await self._versions.open_for_writing(file.ino, truncate_to_new_segment=None)
         if file.state is not FileState.LOCAL:
             file.exposed_ns = self._namespace.now_ns()

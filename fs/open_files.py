@@ -6,6 +6,7 @@ the other lane with EIO. The table is the process's memory of `mount.db`; what m
 
 import enum
 import os
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import Segments
 from ckptfs.fs.backing import BackingFiles
-
-HANDLE_BLOCK = 1 << 20
 
 NAMELESS = Inode(FORMAT_VERSION, 0o100600, 0, 0, 0, 0, 0, nlink=0)
 """A removed file whose record nobody wrote down before the process died."""
@@ -96,8 +95,10 @@ class OpenFiles:
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
         self._locks: dict[InodeNumber, trio.Lock] = {}
-        self._next_fh = int(database.fact("next_fh") or b"1")
-        self._fh_limit = self._next_fh
+        self.releasing: set[SegmentId] = set()
+        """Segments that nobody may open any more: their bytes are read from shards."""
+        # Greater than any an earlier daemon of this boot gave out; what is older no kernel holds. So nothing is written down.
+        self._next_fh = time.monotonic_ns()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -159,10 +160,7 @@ class OpenFiles:
         return in_use
 
     def new_fh(self) -> int:
-        """A handle number that was never used on this store."""
-        if self._next_fh >= self._fh_limit:
-            self._fh_limit = self._next_fh + HANDLE_BLOCK
-            self._database.set_fact("next_fh", b"%d" % self._fh_limit)
+        """A handle number that was never used on this connection."""
         self._next_fh += 1
         return self._next_fh - 1
 

@@ -4,6 +4,7 @@ The agent answers only with bytes it has checked (or, for a file that is being w
 node that has them answers, programs get EIO and the log says once which inode and why: never older content.
 """
 
+import errno
 import logging
 import time
 from typing import NamedTuple
@@ -59,10 +60,12 @@ class RemoteContent:
         answer = await self._ask({"do": "attributes", "ino": ino, **_opened(vid, version)}, ino)
         return RemoteAttributes(answer["size"], answer["mtime_ns"], answer["blocks"])
 
-    async def fetch(self, ino: InodeNumber, vid: Vid, version: Version, offset: int, length: int) -> str:
-        """Have the range of a hashed version's local copy present and verified; returns the path of the copy."""
+    async def fetch(self, ino: InodeNumber, vid: Vid, version: Version, offset: int, length: int) -> str | bytes:
+        """Have the range of a hashed version's local copy present and verified; returns the path of the copy, or the bytes where
+        the drive has no room for one."""
         request = {"do": "fetch", "ino": ino, "offset": offset, "length": length, **_opened(vid, version)}
-        return str((await self._ask(request, ino))["copy"])
+        answer = await self._ask(request, ino)
+        return bytes(answer["data"]) if "data" in answer else str(answer["copy"])
 
     async def read(self, ino: InodeNumber, vid: Vid, version: Version | None, offset: int, length: int) -> bytes:
         """Bytes from the home, short at the end of the file."""
@@ -70,7 +73,7 @@ class RemoteContent:
         return bytes((await self._ask(request, ino))["data"])
 
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
-        """A complete, verified copy of the file's current content."""
+        """A complete, verified copy of the file's current content. Raises `OSError` (ENOSPC) too."""
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
         return WholeCopy(str(answer["copy"]), Vid(bytes(answer["vid"])))
 
@@ -84,6 +87,8 @@ class RemoteContent:
                 message = str(answer.get("message", answer.get("error")))
                 if answer.get("error") == "gone":
                     raise ContentGone(message)
+                if answer.get("error") == "full":
+                    raise OSError(errno.ENOSPC, message)
                 may_pass = answer.get("error") == "unreachable" and request["do"] != "attributes"
             except NodeNotAnswering as error:
                 message, may_pass = f"this node's agent does not answer ({error}); it is being restarted", True

@@ -65,11 +65,18 @@ class RemoteFiles:
         size = min(size, version.size - offset)
         if size <= 0:
             return b""
-        return await self._disk.read(await self._copy_with(file, version, offset, size), size, offset)
+        while True:
+            fetched = await self._content.fetch(file.ino, file.vid, version, offset, size)
+            if isinstance(fetched, bytes):
+                return fetched
+            try:
+                descriptor = self._open_copy(file, fetched)
+            except FileNotFoundError:  # it has made room for something since
+                continue
+            return await self._disk.read(descriptor, size, offset)
 
-    async def _copy_with(self, file: FileInUse, version: Version, offset: int, size: int) -> int:
-        """A descriptor of the version's local copy, in which the range is present and verified."""
-        path = await self._content.fetch(file.ino, file.vid, version, offset, size)
+    def _open_copy(self, file: FileInUse, path: str) -> int:
+        """A descriptor of the local copy."""
         if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_ino != os.stat(path).st_ino:
             os.close(file.copy_descriptor)  # that copy was evicted, this is another one
             file.copy_descriptor = None
@@ -84,7 +91,7 @@ class RemoteFiles:
         return file.remote.size
 
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
-        """A complete, verified copy of the file's current content."""
+        """A complete, verified copy of the file's current content. Raises `OSError` (ENOSPC) too."""
         return await self._content.fetch_whole(ino)
 
     def complain(self, file: FileInUse, error: ContentGone) -> None:

@@ -13,7 +13,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import Vid
+from ckptfs.cache.sqlite_full import is_full
 
 FORMAT_VERSION = 1
 
@@ -40,13 +42,18 @@ class AgentDatabase:
     """The index. Blocking, safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
-        """Open the index, empty if it was absent, damaged or of another format: see `made_anew`."""
+        """Open the index, empty if it was absent, damaged or of another format: see `made_anew`. Raises `StoreError` on a full
+        drive."""
         self._lock = threading.Lock()
         existed = path.exists()
         try:
             self._database = self._open(path)
             self.made_anew = not existed
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if is_full(error):
+                raise StoreError(
+                    f"{path}: no space is left on its file system; the node needs a little to start: free some"
+                ) from None
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{path}{suffix}")
@@ -67,7 +74,8 @@ class AgentDatabase:
                 "CREATE TABLE IF NOT EXISTS shards(vid BLOB NOT NULL, shard INTEGER NOT NULL, root BLOB NOT NULL,"
                 " file_bytes INTEGER NOT NULL, stored_at_ns INTEGER NOT NULL, PRIMARY KEY(vid, shard)) WITHOUT ROWID, STRICT"
             )
-            database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+            if not found:
+                database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
             if database.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("agent.db fails its check")
             database.execute("SELECT vid, shard, root, file_bytes, stored_at_ns FROM shards LIMIT 1").fetchone()
@@ -77,25 +85,22 @@ class AgentDatabase:
         return database
 
     def add(self, shards: Iterable[HeldShard]) -> None:
-        """Enter these shards, in one transaction; an older row of the same shard is replaced."""
-        with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                self._database.executemany("INSERT OR REPLACE INTO shards VALUES(?, ?, ?, ?, ?)", map(astuple, shards))
-                self._database.execute("COMMIT")
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
+        """Enter these shards, in one transaction; an older row of the same shard is replaced. Raises `sqlite3.Error`."""
+        self._in_transaction("INSERT OR REPLACE INTO shards VALUES(?, ?, ?, ?, ?)", map(astuple, shards))
 
     def remove(self, shards: Iterable[tuple[Vid, int]]) -> None:
-        """Strike these shards out, in one transaction."""
+        """Strike these shards out, in one transaction. Raises `sqlite3.Error`."""
+        self._in_transaction("DELETE FROM shards WHERE vid = ? AND shard = ?", shards)
+
+    def _in_transaction(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                self._database.executemany("DELETE FROM shards WHERE vid = ? AND shard = ?", shards)
+                self._database.executemany(statement, rows)
                 self._database.execute("COMMIT")
             except BaseException:
-                self._database.execute("ROLLBACK")
+                if self._database.in_transaction:  # a full drive ends it
+                    self._database.execute("ROLLBACK")
                 raise
 
     def get(self, vid: Vid, index: int) -> HeldShard | None:

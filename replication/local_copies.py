@@ -7,6 +7,7 @@ page or a flipped bit is simply not there. A copy may be deleted at any time; wh
 """
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,17 @@ IN_USE_SECONDS = 60.0
 
 
 class CopyFailed(ReplicationError):
-    """The local copy can't be written or read: the store's disk is full or broken. The shards are untouched."""
+    """The local copy can't be written or read: the store's drive is broken. The shards are untouched."""
+
+
+class CopyFull(CopyFailed):
+    """The local copy can't be made or go on: no space is left on the store's drive."""
+
+
+def copy_error(message: str, error: OSError) -> CopyFailed:
+    """The error of this room for one of the file system's."""
+    kind = CopyFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else CopyFailed
+    return kind(f"{message}: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class LocalCopy:
     """
 
     def __init__(self, path: Path, vid: Vid, size: int, cell_size: int, table: bytes) -> None:
-        """Open or make the copy. Raises `CopyFailed`."""
+        """Open or make the copy. Raises `CopyFailed`, `CopyFull`."""
         self.path = path
         self.vid = vid
         self.size = size
@@ -56,7 +67,7 @@ class LocalCopy:
             os.ftruncate(self._descriptor, size)
             _write_table(path, table)
         except OSError as error:
-            raise CopyFailed(f"the local copy {path} can't be made: {error.strerror}") from None
+            raise copy_error(f"the local copy {path} can't be made", error) from None
 
     def cell_length(self, cell: int) -> int:
         return min(self.cell_size, self.size - cell * self.cell_size)
@@ -78,20 +89,20 @@ class LocalCopy:
         return found
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write checked bytes. Does not keep the buffer. Raises `CopyFailed`."""
+        """Write checked bytes. Does not keep the buffer. Raises `CopyFailed`, `CopyFull`."""
         try:
             while data:
                 count = os.pwrite(self._descriptor, data, offset)
                 offset, data = offset + count, data[count:]
         except OSError as error:
-            raise CopyFailed(f"the local copy {self.path} can't be written: {error.strerror}") from None
+            raise copy_error(f"the local copy {self.path} can't be written", error) from None
 
     def sync(self) -> None:
         """Make the bytes survive a power cut, for a copy that becomes a segment. Raises `CopyFailed`."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            raise CopyFailed(f"the local copy {self.path} can't be synced: {error.strerror}") from None
+            raise copy_error(f"the local copy {self.path} can't be synced", error) from None
 
     def exists(self) -> bool:
         """Whether the file still has its name: nobody removed or took it. Two stats of a file in use: no need for a thread."""
@@ -136,7 +147,7 @@ class LocalCopies:
             return None
 
     def open(self, vid: Vid, size: int, cell_size: int, table: bytes) -> LocalCopy:
-        """The copy, made if absent. Raises `CopyFailed`."""
+        """The copy, made if absent. Raises `CopyFailed`, `CopyFull`."""
         return LocalCopy(self.path_of(vid), vid, size, cell_size, table)
 
     def remove(self, vid: Vid) -> None:
@@ -150,23 +161,29 @@ class LocalCopies:
         """The versions that have a copy."""
         return [vid for vid, _ in self._scan()]
 
-    def make_room(self, needed_bytes: int, last_used_at: dict[Vid, float]) -> list[Vid]:
-        """Remove the copies used longest ago until `needed_bytes` are free besides the reserve; returns those removed.
+    def has_room(self, needed_bytes: int) -> bool:
+        """Whether `needed_bytes` are free besides the reserve."""
+        return self._free_bytes() >= needed_bytes + self._reserve_bytes
 
-        `last_used_at` holds wall times of copies this process served; others count by their file's times. Copies in use stay,
-        so there may be less room than was asked for.
+    def missing_bytes(self, vid: Vid, size: int) -> int:
+        """How much the drive has to give until the copy is complete."""
+        try:
+            return max(0, size - os.stat(self.path_of(vid)).st_blocks * 512)
+        except FileNotFoundError:
+            return size
+
+    def evictable(self, last_used_at: dict[Vid, float]) -> list[Vid]:
+        """The copies that may go, the one used longest ago first; those in use may not.
+
+        `last_used_at` holds wall times of copies this process served; others count by their file's times.
         """
-        removed: list[Vid] = []
-        if self._free_bytes() >= needed_bytes + self._reserve_bytes:
-            return removed
         ages = sorted((last_used_at.get(vid, status.st_mtime), vid) for vid, status in self._scan())
-        for used_at, vid in ages:
-            if self._free_bytes() >= needed_bytes + self._reserve_bytes or time.time() - used_at < IN_USE_SECONDS:
-                break
-            self.remove(vid)
-            self._evicted += 1
-            removed.append(vid)
-        return removed
+        return [vid for used_at, vid in ages if time.time() - used_at >= IN_USE_SECONDS]
+
+    def evict(self, vid: Vid) -> None:
+        """As `remove`, to make room. What it took is free when nobody has it open any more."""
+        self.remove(vid)
+        self._evicted += 1
 
     def statistics(self) -> LocalCopiesStatistics:
         sizes = [status.st_blocks * 512 for _, status in self._scan()]

@@ -1,9 +1,12 @@
-"""Local copies filled with checked content, as far and as fast as readers need it.
+"""Checked content, as far and as fast as readers need it: in local copies, or through memory where the drive has no room.
 
 A part is asked for by offset and length and answered when every stripe it touches is in the local copy and right. Stripes
 are fetched by background tasks, several at a time within a bounded memory, each at most once however many ask for it; a
 reader that goes forward is kept a few stripes behind the fetching. A version that isn't protected yet is fetched
 whole from its home and checked against its content root before anybody sees a byte of it.
+
+Copies make room for local saves: those used longest ago go when less than the reserve is free, and none is begun that would
+not leave the reserve. What gets no copy is fetched as it is read, a few parts at a time (`passing_copies`).
 """
 
 import contextlib
@@ -11,7 +14,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -23,7 +26,8 @@ from ckptfs.cache.checksum import cell_hash, content_root
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.errors import ReplicationError, ShardDamaged
-from ckptfs.replication.local_copies import CopyFailed, LocalCopies, LocalCopy
+from ckptfs.replication.local_copies import CopyFailed, CopyFull, LocalCopies, LocalCopy, copy_error
+from ckptfs.replication.passing_copies import PassingCopy, PassingMemory
 from ckptfs.replication.stripe_reader import StripedContent, StripeReader
 
 logger = logging.getLogger(__name__)
@@ -31,9 +35,19 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 READ_AHEAD_STRIPES = 4
-PROOF_ATTEMPTS_MAX = 3
 """How far the fetching runs ahead of a sequential reader: 16 MiB at 4+2, what is in flight at once anyway."""
 
+PROOF_ATTEMPTS_MAX = 3
+PASSING_BYTES_MAX = 32 << 20
+"""Eight stripes of 4+2."""
+
+PASSING_READS_MAX = 4
+"""As many reads at a time find their parts together in memory: each touches two at most, but for large requests."""
+
+PASSING_SECONDS = 10.0
+"""After so long content that passes is given a copy if there is room now."""
+
+COMPLAINT_SECONDS = 60.0
 SOURCES_MAX = 128
 """Versions whose copies are kept open; each has a descriptor and its table of cell hashes."""
 
@@ -51,7 +65,7 @@ class _Source:
     """One version being read. A *part* is a stripe, or the whole of a version that isn't striped; `loading` has an event for
     each part on its way and `errors` what became of those that failed."""
 
-    copy: LocalCopy
+    copy: LocalCopy | PassingCopy
     content: StripedContent | None
     version: Version
     part_cells: int
@@ -61,6 +75,7 @@ class _Source:
     next_offset: int = 0
     users: int = 0
     is_kept: bool = True
+    passes_until_seconds: float = 0.0
 
     def has(self, part: int) -> bool:
         first = part * self.part_cells
@@ -76,7 +91,7 @@ class Restorer:
     """Fetches content into local copies. `run` must be running; it owns the tasks that fetch.
 
     Buffers are counted: never more than `buffer_bytes_max` are in flight. `bytes_fetched` counts content put into local copies
-    since the start; the reader counts cells.
+    since the start, `bytes_passed` what was read without one; the reader counts cells.
     """
 
     def __init__(
@@ -90,7 +105,13 @@ class Restorer:
         self._sources: OrderedDict[Vid, _Source] = OrderedDict()
         self._opening: dict[Vid, trio.Lock] = {}
         self._last_used_at: dict[Vid, float] = {}
+        self._passing = PassingMemory(PASSING_BYTES_MAX)
+        self._passing_queue = trio.Lock()
+        self._passing_reads = trio.Semaphore(PASSING_READS_MAX)
+        self._full_until_seconds = float("-inf")
+        self._complained_at_seconds = float("-inf")
         self.bytes_fetched = 0
+        self.bytes_passed = 0
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -106,35 +127,89 @@ class Restorer:
                 source.copy.close()
             self._sources.clear()
 
-    async def fetch(self, vid: Vid, version: Version, offset: int, length: int) -> Path:
-        """Return the local copy once this part of it is there and right; what is read from there needs no further check.
+    async def fetch(self, vid: Vid, version: Version, offset: int, length: int) -> Path | bytes:
+        """Return the local copy once this part of it is there and right: what is read from there needs no further check. Where
+        the drive has no room for a copy, the bytes themselves, short at the end.
 
         Raises `ReplicationError`: `ContentUnreachable`, `ContentDamaged`, `CopyFailed`, `PeerUnreachable`.
         """
-        source = await self._use(vid, version)
+        while True:
+            source = await self._use(vid, version)
+            try:
+                if isinstance(source.copy, PassingCopy):
+                    return await self._pass(source, source.copy, offset, length)
+                return await self._fetch_kept(source, source.copy, offset, length)
+            except CopyFull:
+                self._go_without_copy(vid)
+            finally:
+                self._release(source)
+
+    async def _fetch_kept(self, source: _Source, copy: LocalCopy, offset: int, length: int) -> Path:
+        parts = source.parts(offset, length)
+        await self._require_proved(source, copy, parts, offset, length)
+        if parts and offset <= source.next_offset + source.part_size:
+            last = -(-copy.size // source.part_size)
+            for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
+                self._start(source, part)
+        source.next_offset = offset + length
+        return copy.path
+
+    async def _pass(self, source: _Source, copy: PassingCopy, offset: int, length: int) -> bytes:
+        for at_once in (1, PASSING_READS_MAX, PASSING_READS_MAX):
+            async with self._passing_turns(at_once):  # all of them: nobody else's parts take the place of these
+                data = copy.read(offset, length)
+                if data is None:
+                    await self._require(source, source.parts(offset, length))
+                    data = copy.read(offset, length)
+            if data is not None:
+                self.bytes_passed += len(data)
+                return data
+        raise CopyFailed("memory is too small for what the drive has no room to keep: read smaller parts")
+
+    @contextlib.asynccontextmanager
+    async def _passing_turns(self, count: int) -> AsyncIterator[None]:
+        taken = 0
         try:
-            parts = source.parts(offset, length)
-            await self._require_proved(source, parts, offset, length)
-            if parts and offset <= source.next_offset + source.part_size:
-                last = -(-version.size // source.part_size)
-                for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
-                    self._start(source, part)
-            source.next_offset = offset + length
-            return source.copy.path
+            async with self._passing_queue:
+                while taken < count:
+                    await self._passing_reads.acquire()
+                    taken += 1
+            yield
         finally:
-            self._release(source)
+            for _ in range(taken):
+                self._passing_reads.release()
 
     async def fetch_whole(self, vid: Vid, version: Version) -> Path:
-        """Return a local copy that is complete, right and synced. Raises as `fetch`."""
-        source = await self._use(vid, version)
+        """Return a local copy that is complete, right and synced. Raises as `fetch`, and `CopyFull`."""
+        source = await self._use(vid, version, must_keep=True)
+        copy = source.copy
+        assert isinstance(copy, LocalCopy)
         try:
             for part in source.parts(0, version.size):
                 length = min(source.part_size, version.size - part * source.part_size)
-                await self._require_proved(source, range(part, part + 1), part * source.part_size, length)
-            await self._in_thread(source.copy.sync)
-            return source.copy.path
+                await self._require_proved(source, copy, range(part, part + 1), part * source.part_size, length)
+            await self._in_thread(copy.sync)
+            return copy.path
+        except CopyFull:
+            self._go_without_copy(vid)
+            raise
         finally:
             self._release(source)
+
+    async def make_room(self, needed_bytes: int = 0, *, spare: Vid | None = None) -> bool:
+        """Remove the copies used longest ago until `needed_bytes` are free besides the reserve; whether they are then."""
+        if self._copies.has_room(needed_bytes):
+            return True
+        for vid in await self._in_thread(self._copies.evictable, dict(self._last_used_at)):
+            source = self._sources.get(vid)
+            if vid == spare or (source is not None and (source.users or source.loading)):
+                continue
+            self._forget(vid)  # an open copy takes its room until it is closed
+            self._last_used_at.pop(vid, None)
+            await self._in_thread(self._copies.evict, vid)
+            if self._copies.has_room(needed_bytes):
+                return True
+        return False
 
     async def remove_unwanted(self, is_wanted: Callable[[Vid], Awaitable[bool]]) -> int:
         """Remove the copies of versions that no longer are; returns how many."""
@@ -149,8 +224,8 @@ class Restorer:
 
     # ---- sources
 
-    async def _use(self, vid: Vid, version: Version) -> _Source:
-        """The version's source, opened if need be, with one user more."""
+    async def _use(self, vid: Vid, version: Version, *, must_keep: bool = False) -> _Source:
+        """The version's source, opened if need be, with one user more. `must_keep`: with a local copy, even in the reserve."""
         lock = self._opening.setdefault(vid, trio.Lock())
         try:
             async with lock:
@@ -158,25 +233,52 @@ class Restorer:
                 if source is not None and (source.version.shards != version.shards or not source.copy.exists()):
                     self._forget(vid)
                     source = None
+                passes = source is not None and isinstance(source.copy, PassingCopy)
+                if source is not None and passes and (must_keep or source.passes_until_seconds < trio.current_time()):
+                    self._forget(vid)
+                    source = None
                 if source is None:
-                    source = self._sources[vid] = await self._open(vid, version)
+                    source = self._sources[vid] = await self._open(vid, version, must_keep)
                 source.users += 1
         finally:
             if not lock.statistics().tasks_waiting and not lock.locked():
                 self._opening.pop(vid, None)
         self._sources.move_to_end(vid)
-        self._last_used_at[vid] = time.time()
+        if not isinstance(source.copy, PassingCopy):
+            self._last_used_at[vid] = time.time()
         return source
 
-    async def _open(self, vid: Vid, version: Version) -> _Source:
-        evicted = await self._in_thread(self._copies.make_room, version.size, dict(self._last_used_at))
-        for gone in evicted:
-            self._last_used_at.pop(gone, None)
+    async def _open(self, vid: Vid, version: Version, must_keep: bool) -> _Source:
+        if await self._may_keep(vid, version) or must_keep:
+            try:
+                return await self._open_kept(vid, version)
+            except CopyFull:
+                self._go_without_copy(vid)
+                if must_keep:
+                    raise
+        return await self._open_passing(vid, version)
+
+    async def _may_keep(self, vid: Vid, version: Version) -> bool:
+        if trio.current_time() < self._full_until_seconds:
+            return False
+        missing = await self._in_thread(self._copies.missing_bytes, vid, version.size)
+        return not missing or await self.make_room(missing, spare=vid)
+
+    def _go_without_copy(self, vid: Vid) -> None:
+        """The drive ran full while a copy was being made: no copy grows for a while. What there is of it goes when its time has
+        come: readers may be just about to open it."""
+        self._full_until_seconds = trio.current_time() + PASSING_SECONDS
+        self._forget(vid)
+
+    async def _open_kept(self, vid: Vid, version: Version) -> _Source:
         if version.size == 0:
             return _Source(await self._open_copy(vid, version, b""), None, version, 1, 1)
         table = await self._in_thread(self._copies.table_of, vid, version.size, version.cell_size, version.root)
         if not version.shards:
-            return await self._open_forwarded(vid, version, table)
+            if table is None:
+                table = await self._forward(vid, version)
+            copy = await self._open_copy(vid, version, table)
+            return _Source(copy, None, version, len(copy.present), version.size)
         if version.layout is ShardLayout.COPIES:
             if table is None:
                 data = await self._reader.read_copy(vid, version)
@@ -192,46 +294,73 @@ class Restorer:
         k = version.data_shards
         return _Source(copy, content, version, k, k * version.cell_size)
 
+    async def _open_passing(self, vid: Vid, version: Version) -> _Source:
+        """Content without a local copy. Of a version that isn't striped a part is a cell."""
+        now = trio.current_time()
+        if now - self._complained_at_seconds >= COMPLAINT_SECONDS:
+            self._complained_at_seconds = now
+            logger.warning(
+                "copy-not-kept vid=%s size=%d: no room besides the reserve, it passes through memory", vid.hex(), version.size
+            )
+        content = None
+        cells = 1
+        if not version.shards:
+            table = b"" if version.size == 0 else await self._hash_at_home(vid, version)
+        elif version.layout is ShardLayout.COPIES:
+            table = cell_hash(await self._reader.read_copy(vid, version))
+        else:
+            content = await self._reader.content(vid, version)
+            table, cells = content.table, version.data_shards
+        cell_size = max(version.cell_size, 1)
+        copy = PassingCopy(self._passing, vid, version.size, cell_size, table, cells * cell_size)
+        return _Source(copy, content, version, cells, copy.part_size, passes_until_seconds=now + PASSING_SECONDS)
+
     async def _open_copy(self, vid: Vid, version: Version, table: bytes) -> LocalCopy:
         return await self._in_thread(self._copies.open, vid, version.size, max(version.cell_size, 1), table)
-
-    async def _open_forwarded(self, vid: Vid, version: Version, table: bytes | None) -> _Source:
-        """A local version: all of it from its home, checked as a whole."""
-        if table is None:
-            table = await self._forward(vid, version)
-        copy = await self._open_copy(vid, version, table)
-        return _Source(copy, None, version, len(copy.present), version.size)
 
     async def _forward(self, vid: Vid, version: Version) -> bytes:
         path = self._copies.path_of(vid)
         temporary = path.with_name(path.name + ".fetching")
         table = bytearray()
-        descriptor = await self._in_thread(_create, temporary)
+        try:
+            descriptor = await self._in_thread(_create, temporary)
+        except OSError as error:
+            raise copy_error(f"the local copy {path} can't be made", error) from None
         try:
             for offset in range(0, version.size, version.cell_size):
-                cell = bytearray()
-                end = min(version.size, offset + version.cell_size)
-                while offset + len(cell) < end:
-                    start = offset + len(cell)
-                    data = await self._homes.read_segment(
-                        version.home, vid, version.segment, start, min(FORWARD_BYTES, end - start)
-                    )
-                    if not data:
-                        raise ShardDamaged(f"the home's file ends at byte {start} of {version.size}")
-                    cell += data
+                cell = await self._cell_at_home(vid, version, offset)
                 table += cell_hash(cell)
                 await self._in_thread(_write_at, descriptor, cell, offset)
                 self.bytes_fetched += len(cell)
-            if content_root(vid, version.size, version.cell_size, table) != version.root:
-                raise ShardDamaged("the home's file does not hold what was hashed when it was closed")
+            _require_root(vid, version, table)
             await self._in_thread(os.replace, temporary, path)
         except OSError as error:
-            raise CopyFailed(f"the local copy {path} can't be written: {error.strerror}") from None
+            raise copy_error(f"the local copy {path} can't be written", error) from None
         finally:
             os.close(descriptor)
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
         return bytes(table)
+
+    async def _hash_at_home(self, vid: Vid, version: Version) -> bytes:
+        """The table of a local version, proved by reading all of it once; every cell that is read later is checked against it."""
+        table = bytearray()
+        for offset in range(0, version.size, version.cell_size):
+            table += cell_hash(await self._cell_at_home(vid, version, offset))
+        _require_root(vid, version, table)
+        return bytes(table)
+
+    async def _cell_at_home(self, vid: Vid, version: Version, offset: int) -> bytearray:
+        """The cell that begins there as the home has it, unchecked."""
+        cell = bytearray()
+        end = min(version.size, offset + version.cell_size)
+        while offset + len(cell) < end:
+            start = offset + len(cell)
+            data = await self._homes.read_segment(version.home, vid, version.segment, start, min(FORWARD_BYTES, end - start))
+            if not data:
+                raise ShardDamaged(f"the home's file ends at byte {start} of {version.size}")
+            cell += data
+        return cell
 
     def _forget(self, vid: Vid) -> None:
         source = self._sources.pop(vid, None)
@@ -276,12 +405,11 @@ class Restorer:
                     continue
                 await event.wait()
 
-    async def _require_proved(self, source: _Source, parts: range, offset: int, length: int) -> None:
+    async def _require_proved(self, source: _Source, copy: LocalCopy, parts: range, offset: int, length: int) -> None:
         """Have the parts, and hash the cells of this range again: what was right when it was written lies on a drive since then.
 
         Cells that are wrong are fetched anew. Hashing a MiB that is in memory takes a tenth of fetching it.
         """
-        copy = source.copy
         for _ in range(PROOF_ATTEMPTS_MAX):
             await self._require(source, parts)
             if not parts:
@@ -331,25 +459,30 @@ class Restorer:
             elif version.shards:
                 data = memoryview(await self._reader.read_copy(copy.vid, version))
             else:
-                await self._refetch_forwarded(source)
+                await self._load_from_home(source, range(first, first + cells))
                 return
             await self._in_thread(copy.write, part * source.part_size, data)
-        self.bytes_fetched += len(data)
+        if not isinstance(copy, PassingCopy):
+            self.bytes_fetched += len(data)
         copy.present[first : first + cells] = b"\1" * cells
 
-    async def _refetch_forwarded(self, source: _Source) -> None:
-        """The copy of a local version lost bytes since it was made: make it anew, cell by cell from the home."""
+    async def _load_from_home(self, source: _Source, cells: range) -> None:
+        """Cells of a local version: of one that passes, or of a copy that lost bytes since it was made."""
         copy, version = source.copy, source.version
-        for cell in range(len(copy.present)):
-            offset, length = cell * copy.cell_size, copy.cell_length(cell)
-            data = await self._homes.read_segment(version.home, copy.vid, version.segment, offset, length)
+        for cell in cells:
+            data = await self._cell_at_home(copy.vid, version, cell * copy.cell_size)
             if cell_hash(data) != copy.cell_digest(cell):
                 raise ShardDamaged(f"cell {cell} of the home's file is not what was hashed when it was closed")
-            await self._in_thread(copy.write, offset, memoryview(data))
+            await self._in_thread(copy.write, cell * copy.cell_size, memoryview(data))
             copy.present[cell] = 1
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await trio.to_thread.run_sync(function, *arguments, limiter=self._disk_limiter)
+
+
+def _require_root(vid: Vid, version: Version, table: bytes | bytearray) -> None:
+    if content_root(vid, version.size, version.cell_size, table) != version.root:
+        raise ShardDamaged("the home's file does not hold what was hashed when it was closed")
 
 
 def _create(path: Path) -> int:

@@ -19,7 +19,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -143,13 +143,13 @@ class ShardStore:
     def delete(self, vid: Vid, index: int) -> bool:
         """Remove a complete shard; False if there was none. The catalog's fact that nobody needs it comes first (R22)."""
         path = self.path_of(vid, index)
+        there = True
         try:
             os.unlink(path)
         except FileNotFoundError:
-            self._index.remove([(vid, index)])
-            return False
-        self._index.remove([(vid, index)])
-        return True
+            there = False
+        self._strike([(vid, index)])
+        return there
 
     def list(self, after: tuple[bytes, int] = (b"", -1), limit: int = 1000) -> list[HeldShard]:
         """The index's rows after that vid and index."""
@@ -187,7 +187,7 @@ class ShardStore:
             known.update((row.vid, row.index) for row in rows)
             after = (rows[-1].vid, rows[-1].index)
         gone = known - found.keys()
-        self._index.remove(gone)
+        self._strike(gone)
         added: list[HeldShard] = []
         damaged: list[str] = []
         for vid, index in found.keys() - known:
@@ -196,7 +196,7 @@ class ShardStore:
                     added.append(reader.held())
             except ShardDamaged:
                 damaged.append(found[vid, index])
-        self._index.add(added)
+        self._enter(added)
         removed = self.remove_stale_partials(partial_age_seconds_max)
         kept = sum(1 for name in self._names() if name.endswith(PARTIAL))
         return Recovered(len(added), len(gone), tuple(sorted(damaged)), kept, removed)
@@ -260,11 +260,19 @@ class ShardStore:
             if self._writers.get(key) is writer:
                 del self._writers[key]
 
-    def _stored(self, held: HeldShard) -> None:
+    # The files are the truth: what a full drive keeps out of the index, or in it, the next `recover` mends.
+
+    def _enter(self, shards: Sequence[HeldShard]) -> None:
         try:
-            self._index.add([held])
-        except sqlite3.Error as error:  # the file is the truth, and stands; `recover` will find it
-            logger.warning("shard-not-indexed vid=%s index=%d error=%s", held.vid.hex(), held.index, error)
+            self._index.add(shards)
+        except sqlite3.Error as error:
+            logger.warning("shards-not-indexed count=%d error=%s", len(shards), error)
+
+    def _strike(self, shards: Collection[tuple[Vid, int]]) -> None:
+        try:
+            self._index.remove(shards)
+        except sqlite3.Error as error:
+            logger.warning("shards-still-indexed count=%d error=%s", len(shards), error)
 
     def _fail(self, error: OSError) -> StoreFailed:
         """A failed write or sync is final for the drive: the kernel may have dropped the pages, a second sync would lie."""
@@ -356,7 +364,7 @@ class ShardWriter:
             self._close()
             root = footer.root
             held = HeldShard(self.header.vid, self.header.index, root, offset + len(end), time.time_ns())
-        self._store._stored(held)
+        self._store._enter([held])
         return root
 
     def suspend(self) -> None:
@@ -393,8 +401,8 @@ class ShardWriter:
                 # `finish` replaces the damaged file, by rename, with one that is right. Until then it stays: its other cells
                 # may be what a stripe of this content is short of.
                 pass
-            self._store._make_fan(self.header.vid)
             try:
+                self._store._make_fan(self.header.vid)
                 self._descriptor = os.open(self.partial_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 self._resume()
             except OSError as error:
@@ -441,7 +449,7 @@ class ShardWriter:
             _sync_directory(os.path.dirname(self._path))
         except OSError as error:
             raise self._store._fail(error) from None
-        self._store._stored(complete)
+        self._store._enter([complete])
         return complete.root
 
     def _write(self, data: Buffer, offset: int) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ckptfs.cache.checksum import Buffer, cell_hash, content_root
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.cache.sqlite_full import is_full
 from ckptfs.replication.errors import ShardConflict, ShardDamaged, ShardNotFound, StoreFailed, StoreFull
 
 FORMAT_VERSION = 1
@@ -67,7 +68,7 @@ class SmallCopies:
     def __init__(self, path: Path, *, reserve_bytes: int = 0, free_bytes: Callable[[], int] | None = None) -> None:
         """Open the database, making it if absent. `free_bytes` says how much shards and copies may still take.
 
-        Raises `StoreError` for a damaged database or one of another format.
+        Raises `StoreError` for a damaged database or one of another format, and on a full drive.
         """
         self._lock = threading.Lock()
         self._path = path
@@ -88,11 +89,16 @@ class SmallCopies:
                     " path_hint BLOB NOT NULL, revision INTEGER NOT NULL, root BLOB NOT NULL, stored_at_ns INTEGER NOT NULL,"
                     " content BLOB NOT NULL) STRICT"
                 )
-                self._database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+                if not found:
+                    self._database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
             except BaseException:
                 self._database.close()
                 raise
         except sqlite3.DatabaseError as error:
+            if is_full(error):
+                raise StoreError(
+                    f"{path}: no space is left on its file system; the node needs a little to start: free some"
+                ) from None
             raise StoreError(
                 f"{path} can't be read ({error}); move it aside: other nodes hold the same copies, and repair makes them again"
             ) from None
@@ -195,9 +201,9 @@ class SmallCopies:
             raise
 
     def _error(self, error: sqlite3.Error) -> Exception:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
+        if is_full(error):
             return StoreFull("the store ran full; nothing of the batch was kept")
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         message = f"{self._path} can't be written: {error}"
         if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONLY):
             self._failed = f"{message}; replace the drive"  # a failed sync is final, as for shards

@@ -78,21 +78,23 @@ def test_removing(tmp_path: Path) -> None:
     copy.close()
 
 
-def test_room_is_made_of_what_was_used_longest_ago(tmp_path: Path) -> None:
-    def free_bytes() -> int:
-        return 10_000 + 1000 * (4 - len(copies.vids()))
-
-    copies = LocalCopies(tmp_path / "copies", reserve_bytes=1000, free_bytes=free_bytes)
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    copies = LocalCopies(tmp_path / "copies", reserve_bytes=1000, free_bytes=lambda: 10_000)
+    assert copies.has_room(9_000)
+    assert not copies.has_room(9_001)
     vids = [Vid(bytes([number]) * 16) for number in range(4)]
     for vid in vids:
-        opened(copies, vid).close()
+        copy = opened(copies, vid)
+        copy.write(0, memoryview(CONTENT)[:CELL])
+        copy.close()
     now = time.time()
     used = {vids[0]: now - 100, vids[1]: now - 300, vids[2]: now - 200, vids[3]: now}
-    assert copies.make_room(9_000, used) == []
-    assert copies.make_room(10_500, used) == [vids[1], vids[2]]
-    assert copies.make_room(100_000, used) == [vids[0]], "what is in use stays"
-    assert copies.statistics().evicted == 3
-    assert copies.statistics().copies == 1
+    assert copies.evictable(used) == [vids[1], vids[2], vids[0]], "what is in use stays"
+    assert copies.missing_bytes(vids[1], 10 * CELL) == 9 * CELL
+    copies.evict(vids[1])
+    assert copies.missing_bytes(vids[1], 10 * CELL) == 10 * CELL
+    assert copies.statistics().evicted == 1
+    assert copies.statistics().copies == 3
 
 
 def test_only_ids_become_paths(tmp_path: Path) -> None:

@@ -234,6 +234,9 @@ class Node:
             length = min(100_000, len(saved.content) - len(data))
             answer = await self.ask("fetch", ino=saved.ino, vid=saved.vid, offset=len(data), length=length)
             assert answer["ok"], answer
+            if "data" in answer:
+                data += answer["data"]
+                continue
             with open(answer["copy"], "rb") as file:
                 file.seek(len(data))
                 data += file.read(length)

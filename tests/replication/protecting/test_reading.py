@@ -1,13 +1,16 @@
 """Reading what is elsewhere: damage, absence and lateness of holders; files that only their home has; local copies."""
 
+import contextlib
 import os
 import sqlite3
+import time
 from typing import Any
 
 import pytest
 import trio
 
 from ckptfs.cache.catalog_format import ShardLayout, Version
+from ckptfs.replication.local_copies import CopyFull, LocalCopy
 from ckptfs.replication.shard_format import HEADER_SIZE
 
 pytestmark = pytest.mark.slow
@@ -355,3 +358,83 @@ async def test_verify_finds_a_shard_of_another_content(cluster: Any) -> None:
     report = await verify(cluster[1], saved)
     assert (report["result"], report["damaged"]) == ("damaged", [2])
     assert await cluster[1].content(saved) == saved.content
+
+
+async def test_without_room_for_a_copy_content_passes_through_memory(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, _ = await protected(cluster)
+    small = await cluster[0].save("small", os.urandom(3000))
+    local = await cluster[0].save("local", os.urandom(5 * CELL + 11), wake=False)
+    await cluster[0].protected(small)
+    reader = cluster[2]
+    monkeypatch.setattr(reader.running.copies, "has_room", lambda needed_bytes: False)
+    for one in (saved, small, local):
+        assert await reader.content(one) == one.content
+    answer = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=SIZE - 50, length=1000)
+    assert answer["data"] == saved.content[-50:]
+    assert not reader.running.copies.vids()
+    assert reader.running.restorer.bytes_passed == sum(len(one.content) for one in (saved, small, local)) + 50
+    assert reader.running.restorer.bytes_fetched == 0
+
+
+async def test_many_readers_of_what_passes_all_get_right_bytes(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfs.replication.passing_copies.PARTS_KEPT_MIN", 2)
+    saved, _ = await protected(cluster)
+    reader = cluster[2]
+    reader.running.restorer._passing._bytes_max = 0
+    monkeypatch.setattr(reader.running.copies, "has_room", lambda needed_bytes: False)
+
+    async def read(offset: int) -> None:
+        answer = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=offset, length=4 * CELL)
+        assert answer["ok"], answer
+        assert answer["data"] == saved.content[offset : offset + 4 * CELL]
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(read, number * 7919 % SIZE)
+
+
+async def test_a_drive_that_runs_full_under_a_copy_ends_it_and_not_the_reading(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, _ = await protected(cluster)
+    reader = cluster[2]
+    good = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=0, length=100)
+    assert "copy" in good
+
+    def full(self: LocalCopy, offset: int, data: memoryview) -> None:
+        raise CopyFull("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalCopy, "write", full)
+        assert (await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=SIZE - 9, length=9))["data"] == saved.content[-9:]
+        assert await reader.content(saved) == saved.content
+        whole = await reader.ask("fetch_whole", ino=saved.ino)
+        assert (whole["ok"], whole["error"]) == (False, "full")
+    assert await reader.content(saved) == saved.content
+    assert (await reader.ask("fetch_whole", ino=saved.ino))["ok"]
+
+
+async def test_copies_used_longest_ago_make_room_and_those_in_use_stay(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [await cluster[0].save(f"f{number}", os.urandom(SIZE)) for number in range(3)]
+    await cluster[0].protected(*files)
+    reader = cluster[2]
+    restorer, copies = reader.running.restorer, reader.running.copies
+    for one in files:
+        assert await reader.content(one) == one.content
+    now = time.time()
+    restorer._last_used_at.update({files[0].vid: now - 100, files[1].vid: now - 200, files[2].vid: now})
+    monkeypatch.setattr(copies, "has_room", lambda needed_bytes: len(copies.vids()) < 3)
+    assert await restorer.make_room()
+    assert set(copies.vids()) == {files[0].vid, files[2].vid}
+    monkeypatch.setattr(copies, "has_room", lambda needed_bytes: False)
+    assert not await restorer.make_room()
+    assert copies.vids() == [files[2].vid], "what was read just now stays"
+    assert not any(str(copies.path_of(one.vid)) in link for one in files[:2] for link in open_files())
+
+
+def open_files() -> list[str]:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return links
