@@ -86,6 +86,13 @@ class Segments:
         except FileNotFoundError:
             return 0
 
+    def written_at_ns(self, segment: SegmentId) -> int:
+        """When the segment was last written, wall time; 0 if it does not exist."""
+        try:
+            return os.stat(self.path_of(segment)).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def inode_of(self, descriptor: int) -> InodeNumber:
         """The inode a segment says it belongs to. Raises `DamagedData` if it doesn't say."""
         try:

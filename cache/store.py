@@ -8,6 +8,7 @@
     shards/         shards held for others (and for this node's own versions)
     copies/         verified local copies of versions whose home is elsewhere
     small_copies.db, agent.db, mount.db      indexes, each written by one process
+    reserve         room kept for starting on a full drive; may be absent
     run/            sockets and pid files
 
 A store of a newer format, of another node, or in use raises `StoreError`; nothing in it is changed then.
@@ -68,6 +69,7 @@ class StoreDirectory:
         self.segments = path / "segments"
         self.shards = path / "shards"
         self.copies = path / "copies"
+        self.reserve = path / "reserve"
         self.run = path / "run"
         self.mount_db = path / "mount.db"
         self.agent_db = path / "agent.db"

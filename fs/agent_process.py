@@ -23,6 +23,7 @@ from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
+from ckptfs.fs.space import catalog_reserve_bytes
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.transport import PlainTransport
 
@@ -63,7 +64,8 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     codec = choose_codec(config.protection.codec)
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
-    kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent")
+    reserve_bytes = catalog_reserve_bytes(config.catalog_path)
+    kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent", reserve_bytes=reserve_bytes)
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
     mount = LocalClient(store.mount_socket)
     teller = MountTeller(mount)

@@ -52,7 +52,7 @@ class MountSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpaceSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[space]`: what of the store's file system is kept free for local saves."""
+    """`[space]`: what of the store's file system is kept free for local saves, by releasing what is safe elsewhere."""
 
     reserve_fraction: float = 0.05
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptfs.cache.ids import InodeNumber
@@ -24,13 +25,21 @@ class InodeOperations:
     """Everything about an inode that is neither its names nor its bytes."""
 
     def __init__(
-        self, namespace: Namespace, view: AttributeView, records: FileRecords, files: FileOperations, store: Path
+        self,
+        namespace: Namespace,
+        view: AttributeView,
+        records: FileRecords,
+        files: FileOperations,
+        store: Path,
+        withheld_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`withheld_bytes`: what of the store's free space is not for new data."""
         self._namespace = namespace
         self._view = view
         self._records = records
         self._files = files
         self._store = store
+        self._withheld_bytes = withheld_bytes
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -107,10 +116,11 @@ class InodeOperations:
 
     async def statfs(self, header: RequestHeader, body: memoryview) -> bytes:
         status = os.statvfs(self._store)
+        withheld_blocks = -(-self._withheld_bytes() // status.f_frsize)
         return fuse.STATFS_OUT.pack(
             status.f_blocks,
             status.f_bfree,
-            status.f_bavail,
+            max(0, status.f_bavail - withheld_blocks),
             status.f_files,
             status.f_ffree,
             status.f_bsize,

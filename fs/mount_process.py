@@ -27,7 +27,7 @@ from ckptfs.cache.versions import Versions
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.config import NodeConfig, load_handed_config
-from ckptfs.fs.durability import Durability
+from ckptfs.fs.durability import Durability, Fact
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_session import FuseSession, Negotiated
@@ -43,8 +43,10 @@ from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.settle import Settler
+from ckptfs.fs.space import Space, catalog_reserve_bytes, store_reserve
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,12 @@ class MountProcess:
         self._store = StoreDirectory.create_or_open(config.store, config.node_id)
         self._device = device
         self._database = MountDatabase(self._store.mount_db)
-        self._kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/mount")
+        self._kv = SqliteCatalog.open(
+            config.catalog_path,
+            writer_label=f"{config.node_id}/mount",
+            reserve_bytes=catalog_reserve_bytes(config.catalog_path),
+        )
+        self._space = Space(config.store, store_reserve(self._store), self._kv)
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
 
@@ -97,6 +104,7 @@ class MountProcess:
         holds = SegmentHolds(self._kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes)
+        save_size = SaveSize()
         settler = Settler(
             open_files,
             self._database,
@@ -106,6 +114,7 @@ class MountProcess:
             config.mount.settle_seconds,
             self._wake_agent,
             is_busy=lambda: self._session.is_busy(),
+            on_saved=save_size.add,
         )
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
         records = FileRecords(namespace, open_files, self._database)
@@ -123,11 +132,11 @@ class MountProcess:
             store.store_id,
         )
         names = NameOperations(namespace, view, files)
-        inodes = InodeOperations(namespace, view, records, files, store.path)
+        inodes = InodeOperations(namespace, view, records, files, store.path, self._space.withheld_bytes)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
             self._device,
-            names.handlers() | files.handlers() | inodes.handlers(),
+            self._space.guarded(names.handlers() | files.handlers() | inodes.handlers()),
             allow_passthrough=may_pass,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
@@ -142,14 +151,27 @@ class MountProcess:
         )
         await recovery.run()
         sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
+        self._release = SegmentRelease(
+            versions,
+            segments,
+            open_files,
+            reclaimer,
+            store.store_id,
+            store.path,
+            config.space.reserve_fraction,
+            save_size,
+            self._states,
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(holds.run)
+            nursery.start_soon(self._space.run)
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._wake_agent, False)
             nursery.start_soon(sweep.run)
+            nursery.start_soon(self._release.run)
             nursery.start_soon(close_ghosts, open_files, settler)
             await nursery.start(serve, store.mount_socket, self.answer)
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
@@ -199,11 +221,7 @@ class MountProcess:
             case "status":
                 return self._status()
             case "state":
-                inos = [InodeNumber(ino) for ino in request["inos"]]
-                live = await self._live_stores()
-                stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
-                facts = await self._durability.states(inos, stores, set(stores) if live is None else live, self._parity_shards)
-                return {"ok": True, "states": facts}
+                return {"ok": True, "states": await self._states([InodeNumber(ino) for ino in request["inos"]], lenient=True)}
             case "protected":
                 self._protected([Vid(vid) for vid in request["vids"]])
                 return {"ok": True}
@@ -212,6 +230,14 @@ class MountProcess:
                 return {"ok": True}
             case other:
                 return {"ok": False, "error": "unknown", "message": f"the mount does not know the request {other!r}"}
+
+    async def _states(self, inos: list[InodeNumber], *, lenient: bool = False) -> dict[int, Fact]:
+        """As `Durability.states`. While the agent doesn't answer no store counts as live; `lenient`: every one does."""
+        live = await self._live_stores()
+        stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
+        if live is None:
+            live = set(stores) if lenient else set()
+        return await self._durability.states(inos, stores, live, self._parity_shards)
 
     def _size_of(self, ino: InodeNumber) -> int | None:
         """The size of a file that is being written here."""
@@ -252,6 +278,8 @@ class MountProcess:
             "requests": statistics.requests,
             "unexpected_errors": statistics.unexpected_errors,
             "incarnation": self._incarnation,
+            "space": self._space.status()
+            | {"segments_released_bytes": self._release.released_bytes, "warning": self._release.warning},
         }
 
 

@@ -44,6 +44,7 @@ class Settler:
         settle_seconds: float,
         on_local: Callable[[bool], Awaitable[None]],
         is_busy: Callable[[], bool] = lambda: False,
+        on_saved: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self._open_files = open_files
         self._database = database
@@ -53,6 +54,7 @@ class Settler:
         self._settle_seconds = settle_seconds
         self._on_local = on_local
         self._is_busy = is_busy
+        self._on_saved = on_saved
         self._due: dict[InodeNumber, FileInUse] = {}
         self._order: list[tuple[float, InodeNumber]] = []
         self._delays: dict[InodeNumber, float] = {}
@@ -185,6 +187,7 @@ class Settler:
             if file.replaced_segment is not None:
                 self._reclaimer.segment(file.replaced_segment, at_once=False)
                 file.replaced_segment = None
+        self._on_saved(sum(sizes[vid] for vid in committed.vids))
         self._database.set_states([(FileState.LOCAL, sizes[vid], file_of[vid].ino, vid) for vid in committed.vids])
         for _, version in committed.freed:
             self._reclaimer.segment(version.segment, at_once=False)

@@ -23,12 +23,14 @@ from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.reserve import Reserve
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device
 from ckptfs.fs.config import NodeConfig
 from ckptfs.fs.mount_table import abort_connection, mounts_at
 from ckptfs.fs.process_start import raise_descriptor_limit, remove_pid_file, start_log, write_pid_file
+from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +59,21 @@ class Supervisor:
             lock = store.acquire()
             held.callback(os.close, lock)
             os.set_inheritable(lock, True)
+            for left in store.run.glob("config-*.json"):  # of supervisors that were killed
+                left.unlink(missing_ok=True)
+            reserve = store_reserve(store)
+            make_room_to_start(reserve)
             self._clean_stale_mount(store)
             fuse_device.check_mountpoint(config.mountpoint)
             _check_usable(store)
             held.callback(remove_pid_file, store.run, "supervisor")
             label = session_label(store.store_id, self._incarnation)
-            kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/supervisor", session=label)
+            kv = SqliteCatalog.open(
+                config.catalog_path,
+                writer_label=f"{config.node_id}/supervisor",
+                session=label,
+                reserve_bytes=catalog_reserve_bytes(config.catalog_path),
+            )
             await self._join(kv, store)
             device = fuse_device.open_device()
             held.callback(os.close, device)
@@ -73,7 +84,7 @@ class Supervisor:
             with tempfile.NamedTemporaryFile("wb", suffix=".json", dir=store.run, prefix="config-") as file:
                 file.write(msgspec.json.encode(config))
                 file.flush()
-                await self._supervise(Path(file.name), device, lock)
+                await self._supervise(Path(file.name), device, lock, reserve)
             await kv.end_session(label)
             await kv.aclose()
             log.info("node_ended")
@@ -102,22 +113,25 @@ class Supervisor:
                 abort_connection(mounted)
                 fuse_device.unmount(mounted.mountpoint, lazily=True)
 
-    async def _supervise(self, config_path: Path, device: int, lock: int) -> None:
+    async def _supervise(self, config_path: Path, device: int, lock: int, reserve: Reserve) -> None:
         parent = str(os.getpid())
         mount = ["ckptfs.fs.mount_process", str(config_path), str(device), parent, str(self._incarnation)]
         agent = ["ckptfs.fs.agent_process", str(config_path), parent, str(self._incarnation)]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_running, "mount", mount, (device, lock), nursery.cancel_scope)
-            nursery.start_soon(self._keep_running, "agent", agent, (lock,), nursery.cancel_scope)
+            nursery.start_soon(self._keep_running, "mount", mount, (device, lock), reserve, nursery.cancel_scope)
+            nursery.start_soon(self._keep_running, "agent", agent, (lock,), reserve, nursery.cancel_scope)
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async for _ in signals:
                     await self._stop()
                     nursery.cancel_scope.cancel()
 
-    async def _keep_running(self, role: str, arguments: list[str], descriptors: tuple[int, ...], scope: trio.CancelScope) -> None:
+    async def _keep_running(
+        self, role: str, arguments: list[str], descriptors: tuple[int, ...], reserve: Reserve, scope: trio.CancelScope
+    ) -> None:
         delay_seconds = RESTART_SECONDS_MIN
         while True:
             started = trio.current_time()
+            make_room_to_start(reserve)
             # From this thread, not through trio's: a child is told of its parent's death when the thread that made it ends.
             process = subprocess.Popen([sys.executable, "-P", "-m", *arguments], pass_fds=descriptors, stdin=subprocess.DEVNULL)
             self._children[role] = process

@@ -3,10 +3,9 @@
 import io
 import os
 import random
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,23 +17,13 @@ DISK_MB = 96
 
 
 @pytest.fixture
-def small_disk_cluster(scratch: Path) -> Iterator[LocalCluster]:
+def small_disk_cluster(scratch: Path, make_drive: Any) -> LocalCluster:
     """Three nodes; the store of node 0 lies on a file system of its own of 96 MB."""
     cluster = LocalCluster(scratch / "cluster")
     cluster.prepare(3, ClusterSettings(settle_seconds=0.1))
-    store = cluster.nodes[0].store
-    store.mkdir()
-    image = scratch / "disk.img"
-    with open(image, "wb") as file:
-        file.truncate(DISK_MB << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, store], check=True)
-    try:
-        cluster.up(None, ClusterSettings())
-        yield cluster
-    finally:
-        cluster.down(remove=False)
-        subprocess.run(["umount", store], check=True)
+    make_drive(DISK_MB, at=cluster.nodes[0].store)
+    cluster.up(None, ClusterSettings())
+    return cluster
 
 
 def _fill(file: io.FileIO) -> None:

@@ -1,0 +1,163 @@
+"""Segments of protected versions, released when the drive gets full: what was written longest ago goes first.
+
+The bytes of a protected version are in its shards, so its segment is a cache (R3). Released are only versions that would survive
+the loss of a failure domain as things stand, of files that nobody uses; they are read from their shards afterwards. Order: the
+catalog's fact that there is no segment, durable; then the unlink (R22). An unprotected byte is never released.
+
+Free is to be the reserve, and room for a save as large as the newest. Where that can't be had a warning says so before the save.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from ckptfs.cache.catalog_format import NO_SEGMENT, Version, VersionState
+from ckptfs.cache.errors import CacheError
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.reserve import room_at
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.versions import Versions
+from ckptfs.fs.durability import Fact
+from ckptfs.fs.open_files import OpenFiles
+from ckptfs.fs.reclaim import Reclaimer
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+NOTHING_FOUND_SECONDS = 30.0
+"""After a walk over the catalog that found nothing to release."""
+
+BATCH_COUNT = 64
+SAVE_ENDS_SECONDS = 30.0
+"""A pause this long between two files that become local ends a save."""
+
+SAVE_SECONDS_MAX = 300.0
+"""What somebody writes without a pause is not one save."""
+
+
+class SaveSize:
+    """How large a save is: of the newest and the one before, the larger. Bytes."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began_at = self._last_at = float("-inf")
+        self._before = self._newest = 0
+
+    def add(self, size_bytes: int) -> None:
+        """So much became local now."""
+        now = self._now()
+        if now - self._last_at > SAVE_ENDS_SECONDS or now - self._began_at > SAVE_SECONDS_MAX:
+            self._before, self._newest, self._began_at = self._newest, 0, now
+        self._newest += size_bytes
+        self._last_at = now
+
+    @property
+    def bytes(self) -> int:
+        return max(self._before, self._newest)
+
+
+class SegmentRelease:
+    """`run` releases until it is cancelled. `standing` answers as `Durability.states`, for inodes that exist."""
+
+    def __init__(
+        self,
+        versions: Versions,
+        segments: Segments,
+        open_files: OpenFiles,
+        reclaimer: Reclaimer,
+        store: StoreId,
+        directory: os.PathLike[str],
+        reserve_fraction: float,
+        save_size: SaveSize,
+        standing: Callable[[list[InodeNumber]], Awaitable[dict[int, Fact]]],
+    ) -> None:
+        self._versions = versions
+        self._segments = segments
+        self._open_files = open_files
+        self._reclaimer = reclaimer
+        self._store = store
+        self._directory = directory
+        self._reserve_fraction = reserve_fraction
+        self._save_size = save_size
+        self._standing = standing
+        self.released_bytes = 0
+        self.warning = ""
+
+    async def run(self) -> None:
+        while True:
+            pause_seconds = LOOK_SECONDS
+            try:
+                if self.wanted_bytes() > 0 and not await self.release():
+                    pause_seconds = NOTHING_FOUND_SECONDS
+                self._warn()
+            except (CacheError, OSError) as error:
+                log.warning("segments_not_released error=%s", error)
+            await trio.sleep(pause_seconds)
+
+    def wanted_bytes(self) -> int:
+        """What is free less than it should be."""
+        room = room_at(self._directory)
+        save_bytes = min(self._save_size.bytes, room.total_bytes // 2)
+        return max(int(self._reserve_fraction * room.total_bytes), save_bytes) - room.free_bytes
+
+    async def release(self) -> int:
+        """Release what is wanted, as far as there is anything; returns how many segments."""
+        count = 0
+        candidates = await self._oldest_first()
+        for start in range(0, len(candidates), BATCH_COUNT):
+            batch = candidates[start : start + BATCH_COUNT]
+            facts = await self._standing([version.ino for _, version in batch])
+            for vid, version in batch:
+                if self.wanted_bytes() <= 0:
+                    return count
+                fact = facts.get(version.ino)
+                if fact is None or fact["state"] != "protected" or not fact["protected_m"]:
+                    continue
+                if await self._release(vid, version):
+                    count += 1
+                    await self._reclaimer.drain()
+        return count
+
+    async def _oldest_first(self) -> list[tuple[Vid, Version]]:
+        versions = await self._versions.local_versions(self._store, (VersionState.PROTECTED,))
+        with_segment = [(vid, version) for vid, version in versions if version.segment != NO_SEGMENT]
+
+        def sort() -> list[tuple[Vid, Version]]:
+            return sorted(with_segment, key=lambda item: self._segments.written_at_ns(item[1].segment))
+
+        return await trio.to_thread.run_sync(sort)
+
+    async def _release(self, vid: Vid, version: Version) -> bool:
+        async with self._open_files.alone(version.ino):
+            if self._open_files.get(version.ino) is not None:
+                return False
+            self._open_files.releasing.add(version.segment)  # whoever opens it from here on reads the shards
+            try:
+                released = await self._versions.release_segment(vid)
+            finally:
+                self._open_files.releasing.discard(version.segment)
+        if not released:
+            return False
+        size = self._segments.size(version.segment)
+        self.released_bytes += size
+        log.info("segment_released inode=%d size=%d: it is read from its shards now", version.ino, size)
+        self._reclaimer.segment(version.segment, at_once=False)
+        return True
+
+    def _warn(self) -> None:
+        """Say before the save that it may not fit."""
+        before, wanted = self.warning, self.wanted_bytes()
+        self.warning = ""
+        if wanted > 0:
+            free = room_at(self._directory).free_bytes
+            self.warning = (
+                f"{free >> 20} MiB are free, {free + wanted >> 20} MiB are wanted for the next save, and nothing more can be "
+                "released: delete files, or wait until more is protected"
+            )
+        if self.warning and not before:
+            log.warning("save_may_not_fit %s", self.warning)
+        elif before and not self.warning:
+            log.info("save_fits_again")

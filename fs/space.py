@@ -1,0 +1,147 @@
+"""Room on the node's drives: what is left for new data, and what is kept back for deleting and starting on a full drive.
+
+Two things are kept back: a reserve file in the store, given up when a process of the node starts on a full drive, and the room
+the catalog's files hold. While either is not whole, or next to nothing is free, new names are refused with ENOSPC; everything
+else goes on. What deleting frees makes the reserve whole first.
+"""
+
+import errno
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.reserve import Reserve, room_at, share_of
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.fs.fuse_format import Opcode, RequestHeader
+from ckptfs.fs.fuse_session import Handler
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+FLOOR_BYTES = MIB
+"""With less than this new names are refused: between the look and the commit, writers in the passthrough lane go on."""
+
+FLOOR_INODES = 16
+LOOK_SECONDS = 0.01
+"""How long a look at the drives holds. Looking takes some microseconds, making a file some hundred."""
+
+MEND_SECONDS = 1.0
+MAKES_NAMES = (Opcode.CREATE, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.SETXATTR)
+
+
+def store_reserve(store: StoreDirectory) -> Reserve:
+    """The store's reserve: pid files, sockets and databases of three processes take less than 1 MiB."""
+    return Reserve(store.reserve, share_of(store.path, 1 / 64, MIB, 8 * MIB))
+
+
+def catalog_reserve_bytes(catalog: Path) -> int:
+    """How much the catalog's log is to hold: removing a name takes some 30 KiB of it until the log begins anew."""
+    return share_of(catalog.parent, 1 / 32, MIB, 32 * MIB) if catalog.parent.is_dir() else 0
+
+
+def make_room_to_start(reserve: Reserve) -> None:
+    """Before a process of the node starts: give the reserve up on a full drive, make it on any other."""
+    try:
+        room = room_at(reserve.path.parent)
+        if room.free_bytes >= reserve.size_bytes and room.free_inodes >= FLOOR_INODES:
+            reserve.make()
+        elif reserve.lacking_bytes() < reserve.size_bytes:
+            reserve.give_up()
+            log.warning(
+                "reserve_given_up free=%d free_inodes=%d: the drive is full, the node starts in its reserve; delete files",
+                room.free_bytes,
+                room.free_inodes,
+            )
+    except OSError as error:
+        log.warning("reserve_not_made path=%s error=%s", reserve.path, error)
+
+
+class Space:
+    """The mount's view of its drives. `run` mends what was given up; a message in `shortage` says why new names are refused."""
+
+    def __init__(self, store: Path, reserve: Reserve, kv: SqliteCatalog) -> None:
+        self._store = store
+        self._reserve = reserve
+        self._kv = kv
+        self._catalog_directory = os.path.dirname(os.path.abspath(kv.path))
+        self._catalog_lacks = 0
+        self._look_at = 0.0
+        self._room = room_at(store)
+        self.shortage = ""
+
+    def guarded(self, handlers: dict[int, Handler]) -> dict[int, Handler]:
+        """The handlers, those that make new names only while there is room."""
+        return handlers | {opcode: self._guard(handlers[opcode]) for opcode in MAKES_NAMES}
+
+    def _guard(self, handler: Handler) -> Handler:
+        async def handle(header: RequestHeader, body: memoryview) -> bytes | None:
+            self.require_room()
+            return await handler(header, body)
+
+        return handle
+
+    def require_room(self) -> None:
+        """Raise `OSError` (ENOSPC) if nothing new may be made."""
+        if time.monotonic() >= self._look_at:
+            self.look()
+        if self.shortage:
+            raise OSError(errno.ENOSPC, self.shortage)
+
+    def look(self) -> None:
+        """Look at the drives now."""
+        self._room = room_at(self._store)
+        before, self.shortage = self.shortage, self._shortage()
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        if self.shortage and not before:
+            log.warning("drive_full %s", self.shortage)
+        elif before and not self.shortage:
+            log.info("drive_has_room_again")
+
+    def withheld_bytes(self) -> int:
+        """What of the store's free space is not for new data: the reserve comes first."""
+        return self._reserve.lacking_bytes()
+
+    def _shortage(self) -> str:
+        for path, room, lacks, what in (
+            (self._store, self._room, self._reserve.lacking_bytes(), "the store"),
+            (self._catalog_directory, room_at(self._catalog_directory), self._catalog_lacks, "the catalog"),
+        ):
+            if room.free_bytes - lacks < FLOOR_BYTES:
+                in_use = f"and the reserve lacks {lacks >> 10} KiB" if lacks else "and the reserve is whole"
+                return f"the drive of {what} ({path}) is full: {room.free_bytes >> 10} KiB free, {in_use}; delete files"
+            if room.free_inodes < FLOOR_INODES:
+                return f"the drive of {what} ({path}) has {room.free_inodes} inodes left; delete files"
+        return ""
+
+    async def run(self) -> None:
+        """Make whole what was given up, as soon as there is room, until cancelled."""
+        while True:
+            try:
+                await trio.to_thread.run_sync(self.mend)
+                self.look()
+            except OSError as error:
+                log.warning("reserve_not_made error=%s", error)
+            await trio.sleep(MEND_SECONDS)
+
+    def mend(self) -> None:
+        """Blocks shortly. Raises `OSError` for a drive that is broken rather than full."""
+        self._reserve.make()
+        self._catalog_lacks = self._kv.hold_room()
+
+    def status(self) -> dict[str, Any]:
+        """What `ckptfs status` shows, as of the last look. Sizes in bytes."""
+        room = self._room
+        return {
+            "free_bytes": room.free_bytes,
+            "total_bytes": room.total_bytes,
+            "free_inodes": room.free_inodes,
+            "reserve_bytes": self._reserve.size_bytes,
+            "reserve_lacks_bytes": self._reserve.lacking_bytes(),
+            "catalog_reserve_lacks_bytes": self._catalog_lacks,
+            "shortage": self.shortage,
+        }
