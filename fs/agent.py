@@ -39,6 +39,7 @@ from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
 from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.shard_sweep import ShardSweep
 from ckptfs.replication.small_copies import SmallCopies
 from ckptfs.replication.stripe_reader import StripeReader
 from ckptfs.replication.transport import Transport
@@ -66,6 +67,7 @@ class AgentSettings:
     restore_buffer_bytes_max: int = 24 << 20
     reserve_fraction: float = 0.05
     shortfall_seconds: float = 5.0
+    sweep_seconds: float = 120.0
 
 
 class Agent:
@@ -98,7 +100,7 @@ class Agent:
         identity = PeerIdentity(cluster.cluster, store.store_id, store.node)
         segments = Segments(store.segments)
         with contextlib.ExitStack() as opened:
-            index = AgentDatabase(store.agent_db)
+            index = self.index = AgentDatabase(store.agent_db)
             opened.callback(index.close)
             reserve_bytes = int(settings.reserve_fraction * _total_bytes(store))
             self.shard_store = ShardStore(store.shards, index, reserve_bytes=reserve_bytes)
@@ -128,6 +130,7 @@ class Agent:
         self.reader = StripeReader(self.members, self.holders, codec)
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
+        self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
         self.verifier = Verifier(self.reader, self.members, self.holders, codec, take_buffer)
         self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
@@ -147,6 +150,7 @@ class Agent:
             nursery.start_soon(self._keep_house)
             nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
+            nursery.start_soon(self._sweep_again_and_again)
             task_status.started(self.address)
 
     async def aclose(self) -> None:
@@ -242,6 +246,18 @@ class Agent:
                 await self.restorer.make_room()
             except OSError as error:
                 log.warning("copies_not_released error=%s", error)
+
+    async def _sweep_again_and_again(self) -> None:
+        """With pauses so long that it takes at most a fiftieth of the time, however much is held."""
+        pause_seconds = self._settings.sweep_seconds
+        while True:
+            await trio.sleep(pause_seconds)
+            started = trio.current_time()
+            try:
+                await self.sweep.sweep()
+            except (CacheError, OSError) as error:
+                log.warning("sweep_put_off error=%s", error)
+            pause_seconds = max(self._settings.sweep_seconds, 50 * (trio.current_time() - started))
 
     async def remove_unwanted_copies(self) -> int:
         """Remove local copies of versions that are gone; returns how many."""

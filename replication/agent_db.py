@@ -1,7 +1,7 @@
 """The index of the shards a store holds: `agent.db`, SQLite, format 1. One writing process, the agent.
 
-Only an index: the shard files are the truth. It is synced lazily, so after a power cut it may lag behind; damaged or of
-another format, it is made anew. `ShardStore.recover` makes it agree with the files again.
+Only an index, and which catalog its shards belong to: the shard files are the truth. It is synced lazily, so after a power cut
+it may lag behind; damaged or of another format, it is made anew. `ShardStore.recover` makes it agree with the files again.
 """
 
 import contextlib
@@ -74,6 +74,7 @@ class AgentDatabase:
                 "CREATE TABLE IF NOT EXISTS shards(vid BLOB NOT NULL, shard INTEGER NOT NULL, root BLOB NOT NULL,"
                 " file_bytes INTEGER NOT NULL, stored_at_ns INTEGER NOT NULL, PRIMARY KEY(vid, shard)) WITHOUT ROWID, STRICT"
             )
+            database.execute("CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID, STRICT")
             if not found:
                 database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
             if database.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
@@ -116,6 +117,16 @@ class AgentDatabase:
                 "SELECT * FROM shards WHERE (vid, shard) > (?, ?) ORDER BY vid, shard LIMIT ?", (*after, limit)
             ).fetchall()
         return [HeldShard(*row) for row in rows]
+
+    def fact(self, name: str) -> bytes | None:
+        """What was noted under this name, or None."""
+        with self._lock:
+            row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def set_fact(self, name: str, value: bytes) -> None:
+        with self._lock:
+            self._database.execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (name, value))
 
     def held(self) -> Held:
         """Count and bytes of all rows."""

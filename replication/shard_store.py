@@ -151,6 +151,25 @@ class ShardStore:
         self._strike([(vid, index)])
         return there
 
+    def partials(self) -> Sequence[tuple[Vid, int]]:
+        """The shards of which there is a partial file."""
+        found = []
+        for path in self._names():
+            if path.endswith(PARTIAL) and (key := self._key_of(path.removesuffix(PARTIAL))) is not None:
+                found.append(key)
+        return found
+
+    def delete_partial(self, vid: Vid, index: int) -> bool:
+        """Remove a partial file that nobody writes; False if there was none, or somebody does."""
+        with self._lock:
+            if (vid, index) in self._writers:
+                return False
+            try:
+                os.unlink(self.path_of(vid, index) + PARTIAL)
+            except FileNotFoundError:
+                return False
+            return True
+
     def list(self, after: tuple[bytes, int] = (b"", -1), limit: int = 1000) -> list[HeldShard]:
         """The index's rows after that vid and index."""
         return self._index.list(after, limit)
@@ -225,13 +244,17 @@ class ShardStore:
     def _scan(self) -> Iterator[tuple[tuple[Vid, int], str]]:
         """Complete shards by their names; foreign names are passed over."""
         for path in self._names():
-            name, _, number = os.path.basename(path).partition(".")
-            try:
-                vid, index = Vid(bytes.fromhex(name)), int(number)
-                if self.path_of(vid, index) == path:
-                    yield (vid, index), path
-            except ValueError:
-                continue
+            if (key := self._key_of(path)) is not None:
+                yield key, path
+
+    def _key_of(self, path: str) -> tuple[Vid, int] | None:
+        """Which shard is called so; None if none can be."""
+        name, _, number = os.path.basename(path).partition(".")
+        try:
+            vid, index = Vid(bytes.fromhex(name)), int(number)
+            return (vid, index) if self.path_of(vid, index) == path else None
+        except ValueError:
+            return None
 
     def _make_fan(self, vid: Vid) -> None:
         fan = vid[:1].hex()

@@ -136,6 +136,7 @@ class Node:
                 buffer_bytes_max=2 << 20,
                 reserve_fraction=0.0,
                 shortfall_seconds=self.cluster.shortfall_seconds,
+                sweep_seconds=self.cluster.sweep_seconds,
             ),
             settle=self._settle,
         )
@@ -273,15 +274,17 @@ class Cluster:
         self.directory = directory
         self.nursery = nursery
         self.shortfall_seconds = 0.3
+        self.sweep_seconds = 1e9
         self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
         self.nodes: list[Node] = []
 
     async def up(self, count: int = NODES) -> None:
-        for number in range(count):
-            node = Node(self, number)
-            self.nodes.append(node)
+        """So many more nodes."""
+        new = [Node(self, len(self.nodes) + number) for number in range(count)]
+        self.nodes += new
+        for node in new:
             await node.namespace.format_if_empty(self.settings)
-        for node in self.nodes:
+        for node in new:
             await node.up()
 
     async def down(self, *numbers: int) -> None:

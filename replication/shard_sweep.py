@@ -1,0 +1,184 @@
+"""Removing what this store holds and nobody needs (R9): shards, partial shards and copies whose version the catalog doesn't
+have, or for which it names other holders.
+
+A version's key exists before its first shard is sent, and its id is never used again. So what has no key when it is looked up
+has no use, then and later. A shard that the catalog doesn't name may be one that is about to be named: a repair puts it first
+and commits then. It goes only when it was found unnamed again and again for `UNNAMED_SECONDS`, far longer than a repair may
+take from the one to the other.
+
+All of this stands on the catalog having every version it ever had. One that was replaced, or restored to an earlier state,
+hasn't: then nothing is removed, ever, before an operator has looked.
+"""
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import trio
+
+from ckptfs.cache.catalog_format import ShardLayout, Version, VersionState
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import StoreId, Vid
+from ckptfs.replication.agent_db import AgentDatabase
+from ckptfs.replication.errors import ShardDamaged, ShardNotFound
+from ckptfs.replication.protect import DurableCatalog
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.small_copies import SmallCopies
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+UNNAMED_SECONDS = 24 * 3600.0
+PAGE_COUNT = 500
+FACT = "catalog"
+
+
+class FoundVersions(Protocol):
+    """What is needed of `cache.versions.Versions`."""
+
+    async def version(self, vid: Vid) -> Version | None: ...
+
+
+@dataclass
+class SweepStatistics:
+    """What was removed since the start; `refused` says why nothing is removed, or is empty."""
+
+    shards_removed: int = 0
+    partials_removed: int = 0
+    copies_removed: int = 0
+    refused: str = ""
+
+
+class ShardSweep:
+    """Sweeps one store. `sweep` is called now and then, one call at a time; `cluster` is the id in the catalog's settings."""
+
+    def __init__(
+        self,
+        kv: DurableCatalog,
+        versions: FoundVersions,
+        shards: ShardStore,
+        copies: SmallCopies,
+        index: AgentDatabase,
+        own_store: StoreId,
+        cluster: bytes,
+        *,
+        unnamed_seconds: float = UNNAMED_SECONDS,
+    ) -> None:
+        self.statistics = SweepStatistics()
+        self._kv = kv
+        self._versions = versions
+        self._shards = shards
+        self._copies = copies
+        self._index = index
+        self._own_store = own_store
+        self._cluster = cluster
+        self._unnamed_seconds = unnamed_seconds
+        self._unnamed_since: dict[tuple[Vid, int], float] = {}
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def sweep(self) -> None:
+        """Look at everything once. Raises `CacheError`, also where the store's databases can't be read."""
+        try:
+            await self._sweep()
+        except sqlite3.Error as error:
+            raise StoreError(f"the store's databases can't be used: {error}") from None
+
+    async def _sweep(self) -> None:
+        revision = await self._known_catalog()
+        if revision is None:
+            return
+        still_unnamed: set[tuple[Vid, int]] = set()
+        after: tuple[bytes, int] = (b"", -1)
+        while rows := await self._in_thread(self._shards.list, after, PAGE_COUNT):
+            after = (rows[-1].vid, rows[-1].index)
+            gone = [(row.vid, row.index) for row in rows if not await self._is_wanted(row.vid, row.index, still_unnamed)]
+            self.statistics.shards_removed += await self._remove(gone, lambda keys: self._remove_shards(keys, revision))
+        for vid, index in await self._in_thread(self._shards.partials):
+            if await self._versions.version(vid) is None:
+                self.statistics.partials_removed += await self._remove([(vid, index)], self._remove_partials)
+        last = b""
+        while copies := await self._in_thread(self._copies.list, last, PAGE_COUNT):
+            last = copies[-1].vid
+            old = [copy.vid for copy in copies if copy.revision <= revision]
+            unwanted = [(vid, -1) for vid in old if not await self._is_wanted(vid, -1, still_unnamed)]
+            self.statistics.copies_removed += await self._remove(unwanted, self._remove_copies)
+        self._unnamed_since = {key: since for key, since in self._unnamed_since.items() if key in still_unnamed}
+
+    async def _known_catalog(self) -> int | None:
+        """The catalog's revision, if it is the one this store has always known, and has not gone back."""
+        revision = await self._kv.revision()
+        await self._kv.make_durable()  # so that no power cut can make it less
+        known = await self._in_thread(self._index.fact, FACT)
+        if known is not None:
+            cluster, _, newest = known.partition(b" ")
+            if cluster != self._cluster.hex().encode():
+                self.statistics.refused = "the catalog is another cluster's than the one this store's shards belong to"
+            elif revision < int(newest):
+                self.statistics.refused = f"the catalog went back from revision {int(newest)} to {revision}: it was restored"
+        if self.statistics.refused:
+            logger.error(
+                "nothing-removed %s; shards may be all that is left of files it doesn't know. Once that is settled, stop the "
+                "node and delete its agent.db, and unneeded shards are removed again",
+                self.statistics.refused,
+            )
+            return None
+        with contextlib.suppress(sqlite3.OperationalError):  # a full drive has room for it again when what nobody needs is gone
+            await self._in_thread(self._index.set_fact, FACT, b"%b %d" % (self._cluster.hex().encode(), revision))
+        return revision
+
+    async def _is_wanted(self, vid: Vid, index: int, still_unnamed: set[tuple[Vid, int]]) -> bool:
+        """Whether shard `index`, or the copy (-1), must stay."""
+        await trio.lowlevel.checkpoint()
+        version = await self._versions.version(vid)
+        if version is None:
+            return False
+        if version.state is not VersionState.PROTECTED or self._is_named(version, index):
+            return True
+        still_unnamed.add((vid, index))
+        now = trio.current_time()
+        return now - self._unnamed_since.setdefault((vid, index), now) < self._unnamed_seconds
+
+    def _is_named(self, version: Version, index: int) -> bool:
+        if version.layout is ShardLayout.COPIES:
+            return index < 0 and any(shard.store == self._own_store for shard in version.shards)
+        return 0 <= index < len(version.shards) and version.shards[index].store == self._own_store
+
+    async def _remove(self, keys: list[tuple[Vid, int]], remove: Callable[[list[tuple[Vid, int]]], int]) -> int:
+        if not keys:
+            return 0
+        await self._kv.make_durable()  # the catalog's fact first (R22)
+        return await self._in_thread(remove, keys)
+
+    def _remove_shards(self, keys: Iterable[tuple[Vid, int]], revision: int) -> int:
+        removed = 0
+        for vid, index in keys:
+            try:
+                with self._shards.open(vid, index) as reader:
+                    if reader.footer.revision > revision:
+                        continue  # the catalog has lost what it knew when this was sent
+            except ShardNotFound:
+                pass
+            except ShardDamaged as error:
+                logger.warning("unneeded-shard-kept vid=%s index=%d error=%s", vid.hex(), index, error)
+                continue
+            removed += self._shards.delete(vid, index)
+        return removed
+
+    def _remove_partials(self, keys: Iterable[tuple[Vid, int]]) -> int:
+        return sum(self._shards.delete_partial(vid, index) for vid, index in keys)
+
+    def _remove_copies(self, keys: Iterable[tuple[Vid, int]]) -> int:
+        vids = [vid for vid, _ in keys]
+        try:
+            self._copies.delete(vids)
+        except sqlite3.OperationalError as error:
+            logger.info("copies-not-removed count=%d error=%s", len(vids), error)
+            return 0
+        return len(vids)
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: object) -> Result:
+        return await trio.to_thread.run_sync(function, *arguments, limiter=self._limiter)

@@ -1,0 +1,146 @@
+"""What a store holds goes when the catalog says that nobody needs it, and not before."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from ckptfs.cache.catalog_format import Shard, VersionState
+from ckptfs.cache.checksum import cell_hash
+from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.cache.versions import RepairedCommit
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_sweep import FACT, ShardSweep
+from ckptfs.replication.small_copies import SmallCopy
+
+pytestmark = pytest.mark.slow
+
+CELL = 16 << 10
+SIZE = 8 * 4 * CELL - 5
+
+
+def put_shard(node: Any, vid: bytes, *, revision: int = 1, finish: bool = True) -> Path:
+    """A shard of a version the catalog has never had."""
+    header = ShardHeader(Vid(vid), 0, 1, 1, CELL, CELL)
+    writer = node.running.shard_store.begin(header)
+    cell = os.urandom(CELL)
+    writer.write_cell(0, cell, cell_hash(cell))
+    if finish:
+        writer.finish(ShardFooter(header, cell_hash(cell), cell_hash(cell), InodeNumber(5), b"", revision))
+        return Path(node.running.shard_store.path_of(Vid(vid), 0))
+    writer.suspend()
+    return Path(node.running.shard_store.path_of(Vid(vid), 0) + ".partial")
+
+
+def held(cluster: Any, vid: bytes) -> int:
+    agents = [node.running for node in cluster.nodes]
+    shards = sum(row.vid == vid for agent in agents for row in agent.shard_store.list())
+    return int(shards + sum(copy.vid == vid for agent in agents for copy in agent.small_copies.list()))
+
+
+async def sweep_all(cluster: Any) -> None:
+    for node in cluster.nodes:
+        await node.running.sweep.sweep()
+
+
+async def test_what_has_no_version_goes(cluster: Any) -> None:
+    node = cluster[0]
+    whole, partial = put_shard(node, b"w" * 16), put_shard(node, b"p" * 16, finish=False)
+    node.running.small_copies.put([SmallCopy(Vid(b"c" * 16), InodeNumber(5), 1, b"", 1, b"x")])
+    await node.running.sweep.sweep()
+    assert not whole.exists()
+    assert not partial.exists()
+    assert node.running.small_copies.list() == []
+    assert node.running.shard_store.list() == []
+    statistics = node.running.sweep.statistics
+    assert (statistics.shards_removed, statistics.partials_removed, statistics.copies_removed) == (1, 1, 1)
+
+
+async def test_what_is_named_or_may_be_stays(cluster: Any) -> None:
+    node = cluster[0]
+    kept = [await node.save("striped", os.urandom(SIZE)), await node.save("small", b"small")]
+    ended = [await node.save("dead", os.urandom(SIZE)), await node.save("dead small", b"dead")]
+    await node.protected(*kept, *ended)
+    for one, name in zip(ended, ("dead", "dead small"), strict=True):
+        await node.delete(one, name)
+        assert (await node.version(one)).state is VersionState.DEAD
+    node.codec.shut(before_stripe=5)
+    local = await node.save("local", os.urandom(SIZE))
+    await node.codec.reached()
+    before = {one.vid: held(cluster, one.vid) for one in (*kept, *ended)}
+    partials = {path for one in cluster.nodes for path in one.store.shards.rglob("*.partial")}
+    assert partials
+    await sweep_all(cluster)
+    assert {one.vid: held(cluster, one.vid) for one in (*kept, *ended)} == before
+    assert set(before.values()) == {6, 3}
+    assert all(path.exists() for path in partials)
+    node.codec.open()
+    await node.protected(local)
+    for one in (*kept, local):
+        assert await cluster[3].content(one) == one.content
+
+
+async def test_a_shard_that_has_another_holder_goes_after_a_long_time(cluster: Any) -> None:
+    node = cluster[0]
+    await cluster.up(1)
+    saved = await node.save("a", os.urandom(SIZE))
+    (before,) = await node.protected(saved)
+    names = {one.store.store_id for one in cluster.nodes}
+    (spare,) = names - {shard.store for shard in before.shards}
+    old = cluster[cluster.number_of(before.shards[2].store)]
+    members = await node.running.members.refresh()
+    revisions = {member.store: member.revision for member in members if member.store == spare}
+    moved = {2: Shard(spare, before.shards[2].root)}
+    assert await node.versions.commit_repaired(RepairedCommit(saved.vid, before.shards, moved, revisions))
+    agent = old.running
+    for unnamed_seconds, stays in ((3600.0, True), (0.0, False)):
+        sweep = ShardSweep(
+            old.kv,
+            old.versions,
+            agent.shard_store,
+            agent.small_copies,
+            agent.index,
+            old.store.store_id,
+            cluster.settings.cluster,
+            unnamed_seconds=unnamed_seconds,
+        )
+        await sweep.sweep()
+        assert old.shard_path(saved, 2).exists() == stays
+
+
+@pytest.mark.parametrize("how", ["another cluster", "an earlier revision"])
+async def test_a_catalog_that_was_replaced_removes_nothing(cluster: Any, how: str) -> None:
+    node = cluster[0]
+    saved = await node.save("a", os.urandom(SIZE))
+    await node.protected(saved)
+    await sweep_all(cluster)
+    garbage = put_shard(node, b"w" * 16)
+    known = node.running.index.fact(FACT)
+    other = b"0" * 32 + b" 1" if how == "another cluster" else known.split(b" ")[0] + b" 999999"
+    node.running.index.set_fact(FACT, other)
+    for _ in range(2):
+        await node.running.sweep.sweep()
+        assert garbage.exists()
+        assert node.running.sweep.statistics.refused
+    assert node.running.index.fact(FACT) == other  # until somebody has looked
+    assert (await node.ask("status"))["sweep"]["refused"]
+
+
+async def test_a_shard_from_a_later_revision_than_the_catalog_has_stays(cluster: Any) -> None:
+    node = cluster[0]
+    later = put_shard(node, b"l" * 16, revision=await node.kv.revision() + 1000)
+    await node.running.sweep.sweep()
+    assert later.exists()
+
+
+async def test_an_agent_sweeps_by_itself(cluster: Any) -> None:
+    node = cluster[0]
+    garbage = put_shard(node, b"w" * 16)
+    cluster.sweep_seconds = 0.05
+    await node.down()
+    await node.up()
+    with trio.fail_after(30):
+        while garbage.exists():
+            await trio.sleep(0.01)
