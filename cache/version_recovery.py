@@ -102,7 +102,7 @@ async def _best_left(kv: KeyValue, inode: Inode) -> tuple[Vid, Version, int] | N
 
 
 async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> None:
-    async with aclosing(_scan(kv, ENTRY_PREFIX)) as entries:
+    async with aclosing(scan(kv, ENTRY_PREFIX)) as entries:
         async for entry in entries:
             if unpack(DirectoryEntry, entry.value).ino not in inodes:
                 continue
@@ -116,7 +116,7 @@ async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> 
 async def versions_at_home(kv: KeyValue, store: StoreId, states: Sequence[VersionState]) -> list[tuple[Vid, Version]]:
     """Versions in these states whose home is the store, by a walk over all versions."""
     versions = []
-    async with aclosing(_scan(kv, VERSION_PREFIX)) as entries:
+    async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
             if version.home == store and version.state in states:
@@ -124,7 +124,7 @@ async def versions_at_home(kv: KeyValue, store: StoreId, states: Sequence[Versio
     return versions
 
 
-async def _scan(kv: KeyValue, prefix: bytes) -> AsyncGenerator[Entry, None]:
+async def scan(kv: KeyValue, prefix: bytes) -> AsyncGenerator[Entry, None]:
     """All entries with the prefix, read in pages: not one moment of the catalog, but nothing that stays is missed."""
     after = b""
     while entries := await kv.range(prefix, after=after, limit=SCAN_ENTRIES):

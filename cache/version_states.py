@@ -7,7 +7,8 @@ from         to            by
 OPEN         LOCAL         `Versions.commit_local`: the bytes are synced and hashed on their home; readers get them (R4)
 LOCAL        PROTECTED     `Versions.commit_protected`: every shard acknowledged, every holder still in the cluster (R10)
 PROTECTED    PROTECTED     `Versions.commit_repaired`: a shard has another holder, in the cluster, with the same root;
-                           `Versions.release_segment`: its home keeps no segment of it
+                           `Versions.release_segment`: its home keeps no segment of it;
+                           `version_reshape.commit_reshaped`: a larger code, every shard of it acknowledged
 PROTECTED    DEAD          replaced, rewritten or removed: a tombstone, because the shards outlive it (R1)
 OPEN, LOCAL  (no key)      the same for what was never protected; and an open version whose bytes a power cut took
 DEAD         (no key)      reclaim

@@ -25,6 +25,7 @@ from ckptfs.cache.store_registry import register_store, stores
 from ckptfs.cache.versions import Versions
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
+from ckptfs.replication.code_raiser import CodeRaiser
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import ReplicationError
@@ -67,6 +68,8 @@ class AgentSettings:
     restore_buffer_bytes_max: int = 24 << 20
     reserve_fraction: float = 0.05
     shortfall_seconds: float = 5.0
+    raise_look_seconds: float = 5.0
+    raise_unchanged_seconds: float = 30.0
     sweep_seconds: float = 120.0
 
 
@@ -126,10 +129,29 @@ class Agent:
             settings.shortfall_seconds,
         )
         protector = Protector(limits, kv, self.versions, self.members, self.holders, segments, codec, self._threads)
-        self.replicator = Replicator(protector, self.versions, self.members, local_versions, on_protected)
+        self.replicator = Replicator(
+            protector,
+            self.versions,
+            self.members,
+            local_versions,
+            on_protected,
+            on_smaller=lambda: self.raiser.look_again(),
+        )
         self.reader = StripeReader(self.members, self.holders, codec)
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
+        self.raiser = CodeRaiser(
+            kv,
+            protector,
+            self.versions,
+            self.members,
+            self.holders,
+            segments,
+            self.restorer,
+            self.replicator.is_idle,
+            look_seconds=settings.raise_look_seconds,
+            unchanged_seconds=settings.raise_unchanged_seconds,
+        )
         self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
         self.verifier = Verifier(self.reader, self.members, self.holders, codec, take_buffer)
@@ -150,6 +172,7 @@ class Agent:
             nursery.start_soon(self._keep_house)
             nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
+            nursery.start_soon(self.raiser.run)
             nursery.start_soon(self._sweep_again_and_again)
             task_status.started(self.address)
 
@@ -162,6 +185,7 @@ class Agent:
     async def hurry(self, nodes: Sequence[str]) -> None:
         """Somebody waits for protection: nothing is put off on this node, nor on those named, if they answer."""
         self.replicator.wake(urgent=True)
+        self.raiser.look_again()
 
         async def ask(member: Member) -> None:
             with trio.move_on_after(HURRY_SECONDS_MAX):

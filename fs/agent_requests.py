@@ -285,6 +285,7 @@ class AgentRequests:
                 "damaged_by_store": {store.hex(): count for store, count in counters.damaged_by_store.items()},
                 "failed_by_store": {store.hex(): count for store, count in counters.failed_by_store.items()},
             },
+            "raiser": asdict(agent.raiser.statistics),
             "sweep": asdict(agent.sweep.statistics),
             "server": asdict(agent.server.statistics()),
             "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes},

@@ -29,8 +29,9 @@ class Durability:
     ) -> dict[int, Fact]:
         """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`.
 
-        `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away), "unreachable"
-        (no node that has the bytes answers) or "lost". `protected_m` is 0 for what isn't protected.
+        `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away, or with less
+        parity than the stores there are now could have), "unreachable" (no node that has the bytes answers) or "lost".
+        `protected_m` is 0 for what isn't protected.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -67,9 +68,20 @@ class Durability:
                 fact["state"] = "unreachable"
             elif any(shard.store not in live for shard in version.shards):
                 fact["state"] = "degraded"
+            elif version.shards and version.parity_shards < min(parity_shards, len(_domains(stores, live)) - 1):
+                fact["state"] = "degraded"  # protected while fewer stores were there: it will be raised
         elif version.home not in live:
             fact["state"] = "unreachable"
         return fact
+
+
+def _domains(stores: dict[StoreId, Store], live: set[StoreId]) -> set[str]:
+    """Those that can hold shards now."""
+    return {
+        store.labels.get(DOMAIN_LABEL) or store.node
+        for store_id, store in stores.items()
+        if store_id in live and store.state is StoreState.IN
+    }
 
 
 def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int) -> int:

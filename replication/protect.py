@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -20,6 +20,7 @@ from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import WaitingVersion
 from ckptfs.cache.segments import has_no_writer
+from ckptfs.cache.version_reshape import Code
 from ckptfs.cache.versions import ProtectedCommit
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.codec import Codec
@@ -91,6 +92,16 @@ class DurableCatalog(Protocol):
     async def revision(self) -> int: ...
 
 
+class StripedSource(NamedTuple):
+    """What shards are made of: a file that holds the version's content, in which every cell is checked as it is read."""
+
+    vid: Vid
+    ino: InodeNumber
+    path_hint: bytes
+    version: Version
+    descriptor: int
+
+
 class Protector:
     """Protects versions; the replicator says which and when. `failures_by_store` counts failed requests."""
 
@@ -120,6 +131,11 @@ class Protector:
         """Whether the version is kept as whole copies (or, empty, needs nothing but the catalog)."""
         limit = min(self.limits.small_file_size, COPY_SIZE_MAX + 1)
         return version.size == 0 or (version.size < limit and version.cell_size == version.size)
+
+    def is_smaller(self, commit: ProtectedCommit) -> bool:
+        """Whether that is a smaller code than asked for."""
+        asked = Code(1 if commit.layout is ShardLayout.COPIES else self.limits.data_shards, self.limits.parity_shards)
+        return bool(commit.shards) and asked.is_larger_than(Code(commit.data_shards, commit.parity_shards))
 
     # ---- what the cluster can carry
 
@@ -161,44 +177,14 @@ class Protector:
 
         Raises `AttemptVoid`, `SegmentDamaged`, `ReplicationError`, `CacheError` or `OSError`.
         """
-        members = await self._members.refresh()
-        available = candidates(members)
-        geometry = self._striped_code(version.size, version.cell_size, available)
-        bytes_each = _shard_file_size(geometry)
-        stores = place(available, geometry.shard_count, waiting.vid, bytes_each)
-        revision = await self._kv.revision()
-        header = ShardHeader(waiting.vid, 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, geometry.size)
-
-        async def open_sink(store: StoreId, index: int) -> ShardSink:
-            own = ShardHeader(header.vid, index, header.data_shards, header.parity_shards, header.cell_size, header.size)
-            return await self._holders.put_shard(store, own, waiting.ino, waiting.path_hint, revision)
-
-        async def replace(index: int, used: Sequence[StoreId]) -> StoreId:
-            return await self._another_holder(waiting.vid, index, used, bytes_each)
 
         async def still_wanted() -> None:
             await self._require_local(waiting.vid)
 
         descriptor = self._open_sealed(waiting, version)
         try:
-            stripe_bytes = stripe_buffer_size(geometry)
-            in_flight = max(1, min(geometry.stripe_count, STRIPES_IN_FLIGHT_MAX, self._budget.total_bytes // stripe_bytes))
-            async with self._budget.take(in_flight * stripe_bytes) as buffer:
-                attempt = StripedAttempt(
-                    waiting.vid,
-                    version.root,
-                    geometry,
-                    descriptor,
-                    buffer,
-                    self._codec,
-                    self._threads,
-                    open_sink,
-                    replace,
-                    self.note_failure,
-                    still_wanted,
-                    self._is_away,
-                )
-                shards = await self._watched(waiting.vid, lambda: attempt.run(stores))
+            source = StripedSource(waiting.vid, waiting.ino, waiting.path_hint, version, descriptor)
+            geometry, shards = await self.put_striped(source, still_wanted)
             _require_sealed(descriptor)
         except ContentChanged:
             await self._require_local(waiting.vid)
@@ -208,8 +194,56 @@ class Protector:
             os.close(descriptor)
         return self._commit_of(waiting, ShardLayout.STRIPED, geometry.data_shards, geometry.cell_size, shards)
 
-    async def _watched(self, vid: Vid, run: Callable[[], Awaitable[list[Shard]]]) -> list[Shard]:
-        """Run the attempt, and end it early when the version is no longer there to be protected."""
+    async def put_striped(
+        self, source: "StripedSource", still_wanted: Callable[[], Awaitable[None]], larger_than: Code | None = None
+    ) -> tuple[Geometry, list[Shard]]:
+        """Put shards on as many holders as the largest code takes that can be had; where they are.
+
+        `still_wanted` is asked again and again, and raises `AttemptVoid`. With `larger_than`, no smaller code, nor that, will do,
+        and no shard goes where one of the same index is: `NotEnoughDomains`. Raises as `protect_striped`, and `ContentChanged`.
+        """
+        version = source.version
+        available = candidates(await self._members.refresh())
+        geometry = self._striped_code(version.size, version.cell_size, available)
+        if larger_than is not None and not Code(geometry.data_shards, geometry.parity_shards).is_larger_than(larger_than):
+            raise NotEnoughDomains(f"no larger code than {larger_than.data_shards}+{larger_than.parity_shards} can be had now")
+        bytes_each = _shard_file_size(geometry)
+        stores = place(available, geometry.shard_count, source.vid, bytes_each)
+        if larger_than is not None:
+            stores = _at_other_indices(stores, version.shards)
+        revision = await self._kv.revision()
+        header = ShardHeader(source.vid, 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, geometry.size)
+
+        async def open_sink(store: StoreId, index: int) -> ShardSink:
+            own = ShardHeader(header.vid, index, header.data_shards, header.parity_shards, header.cell_size, header.size)
+            return await self._holders.put_shard(store, own, source.ino, source.path_hint, revision)
+
+        async def replace(index: int, used: Sequence[StoreId]) -> StoreId:
+            return await self._another_holder(source.vid, index, used, bytes_each)
+
+        stripe_bytes = stripe_buffer_size(geometry)
+        in_flight = max(1, min(geometry.stripe_count, STRIPES_IN_FLIGHT_MAX, self._budget.total_bytes // stripe_bytes))
+        async with self._budget.take(in_flight * stripe_bytes) as buffer:
+            attempt = StripedAttempt(
+                source.vid,
+                version.root,
+                geometry,
+                source.descriptor,
+                buffer,
+                self._codec,
+                self._threads,
+                open_sink,
+                replace,
+                self.note_failure,
+                still_wanted,
+                self._is_away,
+            )
+            return geometry, await self._watched(still_wanted, lambda: attempt.run(stores))
+
+    async def _watched(
+        self, still_wanted: Callable[[], Awaitable[None]], run: Callable[[], Awaitable[list[Shard]]]
+    ) -> list[Shard]:
+        """Run the attempt, and end it early when it isn't wanted any more."""
         ended: AttemptVoid | None = None
         failure: Exception | None = None
         shards: list[Shard] | None = None
@@ -220,7 +254,7 @@ class Protector:
                 while True:
                     await trio.sleep(STILL_WANTED_SECONDS)
                     try:
-                        await self._require_local(vid)
+                        await still_wanted()
                     except AttemptVoid as void:
                         ended = void
                         nursery.cancel_scope.cancel()
@@ -293,6 +327,26 @@ class Protector:
             taken = {member.domain for member in members if member.store in done}
             free = [one for one in candidates(members, without=frozenset(tried)) if one.domain not in taken]
             stores = place(free, missing, copies[0].vid, bytes_each)
+
+    async def put_more_copies(self, vid: Vid, version: Version, content: bytes) -> list[Shard]:
+        """Put copies of a small file that has too few on further holders, in domains that have none; where all of them are then.
+
+        Raises `NotEnoughDomains` if there is none, else as `protect_copies`.
+        """
+        members = await self._members.refresh()
+        there = {shard.store for shard in version.shards}
+        taken = {member.domain for member in members if member.store in there}
+        free = [one for one in candidates(members, without=frozenset(there)) if one.domain not in taken]
+        bytes_each = len(content) + 4096
+        missing = min(1 + self.limits.parity_shards - len(there), len(usable_domains(free, bytes_each)))
+        if missing < 1:
+            raise NotEnoughDomains("no further failure domain has space for a copy")
+        copy = SmallCopy(vid, version.ino, len(content), b"", await self._kv.revision(), content)
+        done: list[StoreId] = []
+        await self._copy_to_each(place(free, missing, vid, bytes_each), [copy], [version.root], done)
+        if not done:
+            raise NotEnoughDomains("no further store took a copy")
+        return [*version.shards, *(Shard(store, version.root) for store in done)]
 
     async def _copy_to_each(
         self, stores: Sequence[StoreId], copies: Sequence[SmallCopy], roots: Sequence[bytes], done: list[StoreId]
@@ -403,6 +457,17 @@ def _damaged(waiting: WaitingVersion) -> SegmentDamaged:
 def _require_sealed(descriptor: int) -> None:
     if not has_no_writer(descriptor):
         raise AttemptVoid("the file is open for writing, or mapped writable")
+
+
+def _at_other_indices(stores: Sequence[StoreId], before: Sequence[Shard]) -> list[StoreId]:
+    """The same stores in an order in which none gets the index of the shard it has of another code: both have one name there."""
+    there = {shard.store: index for index, shard in enumerate(before)}
+    stores = list(stores)
+    for index, store in enumerate(stores):
+        if there.get(store) == index:  # no other store has this index: whichever takes its place is free to
+            other = (index + 1) % len(stores)
+            stores[index], stores[other] = stores[other], store
+    return stores
 
 
 def _shard_file_size(geometry: Geometry) -> int:

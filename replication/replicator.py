@@ -88,7 +88,11 @@ class Replicator:
         members: Members,
         local_versions: LocalVersions,
         on_protected: Callable[[Sequence[Vid]], Awaitable[bool]],
+        *,
+        on_smaller: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_smaller` hears when something was protected with a smaller code than asked for."""
+        self._on_smaller = on_smaller
         self._protector = protector
         self._versions = versions
         self._members = members
@@ -131,6 +135,10 @@ class Replicator:
                     pause_seconds = 1.0
                 with trio.move_on_after(pause_seconds):
                     await self._wake.wait()
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits for protection, as far as known."""
+        return not (self._waiting or self._striped or self._batched)
 
     def statistics(self) -> ReplicatorStatistics:
         waiting = self._waiting
@@ -294,6 +302,8 @@ class Replicator:
             self._not_again_before[sizes[vid].ino] = now + max(AGAIN_SECONDS_MIN, AGAIN_FACTOR * (now - started))
             self._trouble.pop(vid, None)
         self._versions_protected += len(committed)
+        if any(self._protector.is_smaller(commit) for commit in commits if commit.vid in committed):
+            self._on_smaller()
         if committed:
             logger.info("protected versions=%d seconds=%.3f", len(committed), now - started)
             self._protected(list(committed))

@@ -44,11 +44,11 @@ class Cluster:
         await self.versions.commit_local([LocalCommit(ino, vid, size, bytes(16), 4096, 1, True)])
         return ino, vid
 
-    async def protected_file(self, name: bytes, holders: list[StoreId], size: int = 100) -> InodeNumber:
+    async def protected_file(self, name: bytes, holders: list[StoreId], size: int = 100, parity: int = 2) -> InodeNumber:
         ino, vid = await self.local_file(name, size)
         known = {store: revision for store, (_, revision) in (await stores(self.kv)).items()}
         shards = [Shard(store, bytes(16)) for store in holders]
-        parity = 2 if holders else 0
+        parity = parity if holders else 0
         commit = ProtectedCommit(
             ino,
             vid,
@@ -103,6 +103,23 @@ async def test_a_protected_file_survives_what_is_left(cluster: Cluster, gone: se
     ino = await cluster.protected_file(b"file", STORES)
     fact = await cluster.fact(ino, gone=gone)
     assert (fact["state"], fact["protected_m"]) == (state, survives)
+
+
+@pytest.mark.parametrize(
+    ("holders", "parity", "gone", "state"),
+    [
+        (2, 1, {2, 3, 4, 5}, "protected"),  # all that two stores can carry
+        (2, 1, {3, 4, 5}, "degraded"),  # three could carry two parity shards
+        (2, 1, set(), "degraded"),
+        (3, 2, set(), "protected"),  # a smaller code that survives as much
+    ],
+)
+async def test_what_was_protected_with_less_parity_than_could_be_is_degraded(
+    cluster: Cluster, holders: int, parity: int, gone: set[int], state: str
+) -> None:
+    ino = await cluster.protected_file(b"file", STORES[:holders], parity=parity)
+    fact = await cluster.fact(ino, gone=gone)
+    assert (fact["state"], fact["protected_m"]) == (state, parity)
 
 
 async def test_stores_declared_lost_do_not_count_even_if_they_answer(cluster: Cluster) -> None:

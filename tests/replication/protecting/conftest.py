@@ -136,7 +136,9 @@ class Node:
                 buffer_bytes_max=2 << 20,
                 reserve_fraction=0.0,
                 shortfall_seconds=self.cluster.shortfall_seconds,
+                raise_look_seconds=0.05,
                 sweep_seconds=self.cluster.sweep_seconds,
+                raise_unchanged_seconds=self.cluster.raise_unchanged_seconds,
             ),
             settle=self._settle,
         )
@@ -274,6 +276,7 @@ class Cluster:
         self.directory = directory
         self.nursery = nursery
         self.shortfall_seconds = 0.3
+        self.raise_unchanged_seconds = 1e9
         self.sweep_seconds = 1e9
         self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
         self.nodes: list[Node] = []
