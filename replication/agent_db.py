@@ -49,8 +49,8 @@ class AgentDatabase:
         try:
             self._database = self._open(path)
             self.made_anew = not existed
-        except sqlite3.DatabaseError as error:
-            if is_full(error):
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of SQLite's own message
+            if isinstance(error, sqlite3.Error) and is_full(error):
                 raise StoreError(
                     f"{path}: no space is left on its file system; the node needs a little to start: free some"
                 ) from None

@@ -74,9 +74,10 @@ class Recovered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardStoreStatistics:
-    """`promised_bytes` are reserved for puts under way; `failed` says why the store takes nothing more, or is empty."""
+    """`promised_bytes` are reserved for puts under way; `failed` says why the store takes nothing more, or is empty.
+    `held` is what the index says, None while it can't be read."""
 
-    held: Held
+    held: Held | None
     writing: int
     promised_bytes: int
     free_bytes: int
@@ -179,7 +180,12 @@ class ShardStore:
             writers = list(self._writers.values())
             failed = self._failed
         promised = sum(writer.promised_bytes for writer in writers)
-        return ShardStoreStatistics(self._index.held(), len(writers), promised, self.free_bytes(), failed)
+        try:
+            held = self._index.held()
+        except sqlite3.Error as error:
+            logger.warning("index-unreadable error=%s", error)
+            held = None
+        return ShardStoreStatistics(held, len(writers), promised, self.free_bytes(), failed)
 
     def free_bytes(self) -> int:
         """Bytes that shards may still take: free space without the reserve and without what is promised; at least 0."""

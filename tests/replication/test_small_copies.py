@@ -1,17 +1,21 @@
 """Small copies: batches, what is refused, damage, and the next process."""
 
 import os
+import random
+import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptfs.cache import checksum
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import InodeNumber, Vid
-from ckptfs.replication.errors import ShardConflict, ShardDamaged, ShardNotFound, StoreFull
-from ckptfs.replication.small_copies import BATCH_COUNT_MAX, COPY_SIZE_MAX, SmallCopies, SmallCopy
+from ckptfs.replication.errors import ShardConflict, ShardDamaged, ShardNotFound, StoreFailed, StoreFull
+from ckptfs.replication.small_copies import BATCH_COUNT_MAX, COPY_SIZE_MAX, MENDED_TIMES_MAX, SmallCopies, SmallCopy
 
 
 def copy_of(number: int, size: int = 100, byte: bytes = b"x") -> SmallCopy:
@@ -113,13 +117,176 @@ def test_a_full_store_takes_no_copies(tmp_path: Path) -> None:
     copies.close()
 
 
-def test_a_damaged_database_is_an_error_and_is_left_alone(tmp_path: Path) -> None:
+# Damaged databases
+
+
+def filled(path: Path, count: int = 300) -> tuple[list[SmallCopy], bytearray]:
+    """A closed database of that many copies, and the file's content."""
+    batch = [copy_of(number, 2000 + number, b"%c" % (97 + number % 26)) for number in range(count)]
+    copies = SmallCopies(path)
+    for start in range(0, count, BATCH_COUNT_MAX):
+        copies.put(batch[start : start + BATCH_COUNT_MAX])
+    copies.close()
+    return batch, bytearray(path.read_bytes())
+
+
+def read(copies: SmallCopies, batch: list[SmallCopy]) -> int:
+    """How many of the batch are there; none is wrong."""
+    found = 0
+    for copy in batch:
+        try:
+            _, content = copies.get(copy.vid)
+        except (ShardNotFound, ShardDamaged):
+            continue
+        assert content == copy.content
+        found += 1
+    return found
+
+
+def leaves(content: bytearray) -> list[int]:
+    """Where the table's leaf pages begin; page 1 is the schema."""
+    return [page for page in range(4096, len(content), 4096) if content[page] == 13]
+
+
+@pytest.mark.parametrize("damage", ["no database", "emptied", "gone", "cut", "a leaf", "the index", "the schema"])
+def test_a_damaged_database_is_made_anew_with_what_can_be_read(tmp_path: Path, damage: str, caplog: Any) -> None:
     path = tmp_path / "small.db"
-    path.write_bytes(os.urandom(8192))
-    content = path.read_bytes()
-    with pytest.raises(StoreError, match="move it aside"):
-        SmallCopies(path)
-    assert path.read_bytes() == content
+    batch, content = filled(path)
+    index = next(page for page in range(4096, len(content), 4096) if content[page] in (2, 10))
+    at_least = 0
+    if damage == "no database":
+        content = bytearray(os.urandom(8192))
+    elif damage in ("emptied", "gone"):
+        content.clear()
+    elif damage == "cut":
+        del content[len(content) // 8192 * 4096 :]
+    elif damage == "a leaf":
+        content[leaves(content)[100] : leaves(content)[100] + 64] = b"\xee" * 64
+        at_least = 297
+    elif damage == "the index":
+        content[index : index + 64] = b"\xee" * 64
+        at_least = 300
+    else:
+        content[100:164] = b"\xee" * 64
+    path.write_bytes(content)
+    if damage == "gone":
+        path.unlink()
+    copies = SmallCopies(path, expected=True)
+    assert at_least <= read(copies, batch) < 300 + (damage == "the index")
+    assert "ckptfs verify --repair" in copies.problem
+    assert "small_copies_gone" in caplog.text or "small_copies_made_anew" in caplog.text
+    for start in range(0, 300, BATCH_COUNT_MAX):
+        copies.put(batch[start : start + BATCH_COUNT_MAX])
+    assert read(copies, batch) == 300
+    copies.close()
+    asides = list(tmp_path.glob("small.db.damaged-*"))
+    assert asides[0].read_bytes() == content
+    again = SmallCopies(path, expected=True)
+    assert again.problem
+    for aside in asides:
+        aside.unlink()
+    assert not again.problem
+    again.close()
+
+
+@pytest.mark.slow
+def test_whatever_bits_flip_no_copy_is_ever_wrong_and_a_put_brings_it_back(tmp_path: Path) -> None:
+    """While it is open, so that SQLite still has the right pages in its memory; then the next start."""
+    choice = random.Random(5)
+    path = tmp_path / "small.db"
+    batch, whole = filled(path, 60)
+    found_at_once = 0
+    for turn in range(60):
+        for old in tmp_path.glob("small.db*"):
+            old.unlink()
+        path.write_bytes(whole)
+        copies = SmallCopies(path)
+        assert read(copies, batch) == 60
+        content = bytearray(whole)
+        page = choice.randrange(1, len(content) // 4096) * 4096
+        for _ in range(choice.choice([1, 3, 20])):
+            content[page + choice.randrange(choice.choice([16, 64, 4096]))] ^= 1 << choice.randrange(8)
+        with open(path, "r+b") as file:
+            file.seek(page)
+            file.write(content[page : page + 4096])
+        found_at_once += read(copies, batch) < 60
+        if turn % 2:
+            copies.close()
+            copies = SmallCopies(path)
+            read(copies, batch)
+        copies.put(batch)
+        assert read(copies, batch) == 60
+        copies.close()
+        copies = SmallCopies(path)
+        assert read(copies, batch) == 60
+        copies.close()
+    assert found_at_once > 30
+
+
+def test_a_damaged_log_is_said_and_what_it_held_is_missing(tmp_path: Path, caplog: Any) -> None:
+    """Every batch was synced; SQLite takes the log up to the damage and says nothing."""
+    batch = [copy_of(number, 3000) for number in range(30)]
+    copies = SmallCopies(tmp_path / "small.db")
+    for copy in batch:
+        copies.put([copy])
+    (tmp_path / "killed").mkdir()
+    path = tmp_path / "killed" / "small.db"
+    for suffix in ("", "-wal"):
+        shutil.copy(tmp_path / f"small.db{suffix}", f"{path}{suffix}")
+    copies.close()
+    log = bytearray(Path(f"{path}-wal").read_bytes())
+    log[len(log) // 2] ^= 1
+    Path(f"{path}-wal").write_bytes(log)
+    copies = SmallCopies(path, expected=True)
+    assert 5 < read(copies, batch) < 25
+    assert "small_copies_log_cut" in caplog.text
+    assert copies.problem
+    copies.put(batch)
+    assert read(copies, batch) == 30
+    copies.close()
+
+
+def test_killed_just_before_a_new_database_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "small.db"
+    batch, _ = filled(path, 10)
+    os.rename(path, tmp_path / "small.db.new")
+    copies = SmallCopies(path, expected=True)
+    assert read(copies, batch) == 10
+    copies.close()
+
+
+def test_a_drive_that_fails_again_and_again_is_not_mended_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "small.db"
+    batch, content = filled(path, 20)
+    copies = SmallCopies(path)
+    for _ in range(MENDED_TIMES_MAX):
+        with open(path, "r+b") as file:
+            file.seek(4096)
+            file.write(b"\xee" * (len(content) - 4096))
+        assert read(copies, batch) == 0
+        copies.put(batch)
+        with closing(sqlite3.connect(path)) as other:
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"\xee" * (len(content) - 4096))
+    with pytest.raises(ShardDamaged, match="can't be read"):
+        copies.get(batch[0].vid)
+    with pytest.raises(StoreFailed, match="replace the drive"):
+        copies.put(batch)
+    assert len(list(tmp_path.glob("small.db.damaged-*"))) == MENDED_TIMES_MAX
+    copies.close()
+
+
+def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "small.db")) as connection:
+        connection.execute("CREATE TABLE precious(x)")
+    before = (tmp_path / "small.db").read_bytes()
+    with pytest.raises(StoreError, match="something else; nothing was changed"):
+        SmallCopies(tmp_path / "small.db")
+    with closing(sqlite3.connect(tmp_path / "small.db")) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
+    assert (tmp_path / "small.db").read_bytes() == before
 
 
 def test_a_database_of_another_format_is_refused(tmp_path: Path) -> None:
