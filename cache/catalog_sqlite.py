@@ -101,6 +101,8 @@ _NEWEST = "SELECT max(rev) FROM log"
 _INSERT = "INSERT INTO kv VALUES(?,?,?,?,?,?) ON CONFLICT(key) DO NOTHING"
 _UPDATE = "UPDATE kv SET value=?, mod_rev=?, session=?, check_sum=? WHERE key=?"
 
+_BRING_BACK = "the bytes of files are safe in the stores: bring it back from a copy"
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_events = msgspec.msgpack.Decoder(list[tuple[bytes, bytes | None]]).decode
 
@@ -110,7 +112,8 @@ Row = tuple[bytes, bytes, int, int, int]
 
 @dataclass(frozen=True)
 class CatalogStatistics:
-    """Counters since this engine was opened. `transactions_waited`: those that found the lock taken and went to a thread."""
+    """Counters since this engine was opened. `transactions_waited`: those that found the lock taken and went to a thread.
+    `damage`: the newest record or page that proved to be damaged, or nothing."""
 
     transactions: int
     transactions_refused: int
@@ -120,6 +123,7 @@ class CatalogStatistics:
     checkpoints: int
     checkpoint_failures: int
     last_error: str
+    damage: str
 
 
 class SqliteCatalog:
@@ -130,9 +134,15 @@ class SqliteCatalog:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, writer_label: str, session: str | None = None, reserve_bytes: int = 0
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        writer_label: str,
+        session: str | None = None,
+        create: bool = True,
+        reserve_bytes: int = 0,
     ) -> "SqliteCatalog":
-        """Open the catalog file, creating it when missing. Blocks; called once at start.
+        """Open the catalog file, creating it when missing and `create`. Blocks; called once at start.
 
         `writer_label` names this process in log lines. `reserve_bytes` is how much room the log holds for a full drive; see
         `hold_room`. Raises `StoreError` if the file is foreign, newer, or can't be opened, `DamagedData` if it is damaged.
@@ -140,6 +150,8 @@ class SqliteCatalog:
         path = os.fspath(path)
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise StoreError(f"the catalog {path} can't be opened: its directory does not exist")
+        if not create and not os.path.exists(path):
+            raise StoreError(f"the catalog {path} is gone: no file in any store was touched; bring it back from a copy")
         return cls(path, writer_label, session, reserve_bytes)
 
     def __init__(self, path: str, writer_label: str, session: str | None, reserve_bytes: int = 0) -> None:
@@ -147,7 +159,7 @@ class SqliteCatalog:
         self.writer_label = writer_label
         self.session = session
         self._reserve_bytes = reserve_bytes
-        self._connection = _guarded(path, lambda: _prepare(path))
+        self._connection = guarded(path, lambda: _prepare(path))
         self._wal = os.open(path + "-wal", os.O_RDWR | os.O_CLOEXEC)
         self._records = RecordCache(path)
         self._waiting_writer: sqlite3.Connection | None = None
@@ -169,6 +181,7 @@ class SqliteCatalog:
         self._checkpoints = 0
         self._checkpoint_failures = 0
         self._last_error = ""
+        self._damage = ""
 
     # Reading
 
@@ -183,8 +196,10 @@ class SqliteCatalog:
             entry = _get(self._connection, key)
         except sqlite3.Error as error:
             if not _is_busy(error):
-                raise _translated(self.path, error) from error
+                raise self._noted(_translated(self.path, error)) from error
             return await self._read_in_thread(lambda connection: _get(connection, key))
+        except DamagedData as damage:
+            raise self._noted(damage) from None
         records.keep(key, entry)
         return entry
 
@@ -219,7 +234,9 @@ class SqliteCatalog:
             return read(self._connection)
         except sqlite3.Error as error:
             if not _is_busy(error):
-                raise _translated(self.path, error) from error
+                raise self._noted(_translated(self.path, error)) from error
+        except DamagedData as damage:
+            raise self._noted(damage) from None
         return await self._read_in_thread(read)
 
     async def _read_in_thread(self, read: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -228,7 +245,10 @@ class SqliteCatalog:
                 self._waiting_reader = _connect(self.path)
             return _patient(self.path, lambda connection: read(connection), self._waiting_reader)
 
-        return await trio.to_thread.run_sync(run, limiter=self._reader_limit)
+        try:
+            return await trio.to_thread.run_sync(run, limiter=self._reader_limit)
+        except DamagedData as damage:
+            raise self._noted(damage) from None
 
     # Writing
 
@@ -445,10 +465,13 @@ class SqliteCatalog:
             checkpoints=self._checkpoints,
             checkpoint_failures=self._checkpoint_failures,
             last_error=self._last_error,
+            damage=self._damage,
         )
 
     def _noted(self, error: Exception) -> Exception:
         self._last_error = str(error)
+        if isinstance(error, DamagedData):
+            self._damage = str(error)
         return error
 
     async def aclose(self) -> None:
@@ -486,7 +509,7 @@ def _prepare(path: str) -> sqlite3.Connection:
     connection = _connect(path)
     try:
         connection.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS_MAX * 1000)}")
-        if not _check_identity(path, connection):
+        if not check_identity(path, connection):
             _patient(path, lambda connection: connection.execute("PRAGMA journal_mode=WAL").fetchone(), connection)
             _transaction(connection, lambda connection: _create(path, connection))
             _sync_directory(os.path.dirname(os.path.abspath(path)))
@@ -503,7 +526,7 @@ def _prepare(path: str) -> sqlite3.Connection:
     return connection
 
 
-def _check_identity(path: str, connection: sqlite3.Connection) -> bool:
+def check_identity(path: str, connection: sqlite3.Connection) -> bool:
     """Whether the tables exist; False for a new, empty file. Raises `StoreError` for what isn't ours or is newer."""
     (layout,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
@@ -518,7 +541,7 @@ def _check_identity(path: str, connection: sqlite3.Connection) -> bool:
 
 
 def _create(path: str, connection: sqlite3.Connection) -> None:
-    if not _check_identity(path, connection):
+    if not check_identity(path, connection):
         for statement in _SCHEMA:
             connection.execute(statement)
 
@@ -631,8 +654,12 @@ def _log_after(revision: int, connection: sqlite3.Connection) -> list[tuple[int,
 
 def _checked(row: Row) -> Entry:
     key, value, created, modified, check_sum = row
-    if crc32(value, crc32(key)) != check_sum:
-        raise DamagedData(f"catalog record {key!r} fails its checksum: restore the catalog from a copy")
+    try:
+        right = crc32(value, crc32(key)) == check_sum
+    except TypeError:  # in a damaged page they may be anything
+        right = False
+    if not right:
+        raise DamagedData(f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
     return Entry(key, value, created, modified)
 
 
@@ -697,7 +724,8 @@ def _patient(path: str, work: Callable[[sqlite3.Connection], Result], connection
         time.sleep(random.uniform(0.0001, 0.001))
 
 
-def _guarded(path: str, work: Callable[[], Result]) -> Result:
+def guarded(path: str, work: Callable[[], Result]) -> Result:
+    """Do something to the file; its errors become `StoreError`, `DamagedData` or, while it is locked, `CatalogUnavailable`."""
     try:
         return work()
     except sqlite3.Error as error:
@@ -705,6 +733,8 @@ def _guarded(path: str, work: Callable[[], Result]) -> Result:
         if isinstance(translated, CatalogUnavailable) and not _is_busy(error):
             raise StoreError(f"the catalog {path} can't be opened: {error}") from error
         raise translated from error
+    except UnicodeDecodeError as error:  # of SQLite's own message, which names what it found in place of a name
+        raise DamagedData(f"the catalog {path} is damaged ({error.reason}); {_BRING_BACK}") from error
 
 
 def _primary_code(error: sqlite3.Error) -> int:
@@ -717,8 +747,9 @@ def _is_busy(error: sqlite3.Error) -> bool:
 
 def _translated(path: str, error: sqlite3.Error) -> Exception:
     code = _primary_code(error)
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return DamagedData(f"the catalog {path} is damaged ({error}): restore it from a copy; nothing was changed")
+    no_text = code == 0 and "Could not decode" in str(error)  # Python's word for bytes that became text
+    if no_text or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return DamagedData(f"the catalog {path} is damaged ({error}); {_BRING_BACK}")
     if is_full(error):
         return CatalogFull(f"the catalog {path} can't grow: no space left on its file system")
     if isinstance(error, sqlite3.ProgrammingError):

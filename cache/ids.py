@@ -39,6 +39,11 @@ def new_segment_id() -> SegmentId:
     return SegmentId(window.to_bytes(4, "big") + os.urandom(ID_SIZE - 4))
 
 
+def segment_made_at(segment: SegmentId) -> int:
+    """The earliest second of wall time at which the segment can have been made."""
+    return int.from_bytes(segment[:4], "big") * SEGMENT_WINDOW_SECONDS
+
+
 def new_store_id() -> StoreId:
     """A fresh random store id."""
     return StoreId(os.urandom(ID_SIZE))

@@ -19,16 +19,25 @@ WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most
 import contextlib
 import enum
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfs.cache.errors import StoreError
+from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.sqlite_files import first_damage, log_is_cut
 from ckptfs.cache.sqlite_full import is_full
 
 FORMAT_VERSION = 1
+CATALOG_FACT = "catalog_revision"
+"""A revision of the catalog that was durable: one that ends before it is not the one this store's files belong to."""
+
+MADE_FACT = "made_ns"
+"""When this database was made, wall time: what the store had before is known from the catalog only."""
+
+_REMEDY = "it is rebuilt from the catalog when the node starts again, and what was closed is safe"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS fact(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -120,13 +129,13 @@ class Exposure(NamedTuple):
 def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     try:
         if read_only:
-            connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
         else:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA busy_timeout=10000")
         return connection
     except sqlite3.Error as error:
-        raise StoreError(f"{path} can't be opened ({error}); stop the node and delete it, it is rebuilt at start") from None
+        raise StoreError(f"{path} can't be opened ({error})") from None
 
 
 def _no_room(path: Path) -> StoreError:
@@ -137,18 +146,31 @@ class MountDatabase:
     """The writer. Calls take some ten microseconds and never wait for a disk."""
 
     def __init__(self, path: Path) -> None:
+        """Open the database, making it if absent. Raises `DamagedData` for one that another may take the place of: damaged,
+        shortened or of something else; `StoreError` for one of another format, or that can't be opened now."""
+        try:
+            if log_is_cut(path):
+                raise DamagedData(f"{path}-wal is damaged; {_REMEDY}")
+        except OSError as error:
+            raise StoreError(f"{path} can't be opened: {error.strerror}") from None
         self._path = path
         self._owed: deque[tuple[str, Sequence[Sequence[object]]]] = deque()
         self._facts: dict[str, bytes] = {}
         self._connection = _connect(path, read_only=False)
         try:
+            tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if tables and "fact" not in tables:
+                raise DamagedData(f"{path} is a database of something else; {_REMEDY}")
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
+            if damage := first_damage(self._connection):
+                raise DamagedData(f"{path} is damaged ({damage}); {_REMEDY}")
             self._connection.executescript(_SCHEMA)
             known = self.fact("format")
             if known is None:
                 self.set_fact("format", b"%d" % FORMAT_VERSION)
+                self.set_fact(MADE_FACT, b"%d" % time.time_ns())
             elif known != b"%d" % FORMAT_VERSION:
                 raise StoreError(
                     f"{path} has format {known.decode()}, this program reads {FORMAT_VERSION}; use the release that wrote it"
@@ -157,7 +179,13 @@ class MountDatabase:
             self._connection.close()
             if is_full(error):
                 raise _no_room(path) from None
-            raise StoreError(f"{path} is damaged ({error}); stop the node and delete it, it is rebuilt at start") from None
+            raise DamagedData(f"{path} is damaged ({error}); {_REMEDY}") from None
+        except UnicodeDecodeError as error:  # of SQLite's own message
+            self._connection.close()
+            raise DamagedData(f"{path} is damaged ({error.reason}); {_REMEDY}") from None
+        except BaseException:
+            self._connection.close()
+            raise
 
     def close(self) -> None:
         self._connection.close()
@@ -301,7 +329,7 @@ class MountDatabaseReader:
         self._connection: sqlite3.Connection | None = None
 
     def waiting(self, limit: int) -> list[WaitingVersion]:
-        """The local versions that have waited longest; none while the database doesn't exist yet."""
+        """The local versions that have waited longest; none while the database doesn't exist yet. Raises `DamagedData`."""
         if self._connection is None:
             if not self._path.exists():
                 return []
@@ -313,6 +341,8 @@ class MountDatabaseReader:
             ).fetchall()
         except sqlite3.OperationalError:  # the writer hasn't made its tables yet
             return []
+        except sqlite3.DatabaseError as error:
+            raise DamagedData(f"{self._path} is damaged ({error}); {_REMEDY}") from None
         return [WaitingVersion(*row) for row in rows]
 
     def close(self) -> None:

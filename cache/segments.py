@@ -16,8 +16,8 @@ import re
 import struct
 from pathlib import Path
 
-from ckptfs.cache.errors import DamagedData
-from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId
+from ckptfs.cache.errors import DamagedData, StoreError
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
 
 ATTRIBUTE = "user.ckptfs"
 FORMAT_VERSION = 1
@@ -30,6 +30,28 @@ class Segments:
 
     def __init__(self, directory: Path) -> None:
         self._directory = os.fspath(directory)
+
+    def check_usable(self) -> None:
+        """Make a segment, label, lease, sync and remove it. Raises `StoreError` if the file system can't do one of these.
+
+        A drive without room for it is passed over: what is on it must be readable. One that a kill leaves is swept, for inode 0
+        never exists.
+        """
+        segment = new_segment_id()
+        try:
+            descriptor = self.create(segment, InodeNumber(0))
+            try:
+                has_no_writer(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+                self.remove(segment)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreError(
+                    f"the file system under {self._directory} can't hold segments ({error.strerror}): extended attributes and"
+                    " leases are needed, as ext4 and xfs have them; nothing was mounted: put node.store on such a drive"
+                ) from None
 
     def path_of(self, segment: SegmentId) -> str:
         """Where the segment is, or would be; made from the id only, never from a name that came from outside."""
@@ -53,7 +75,7 @@ class Segments:
             os.setxattr(descriptor, ATTRIBUTE, _LABEL.pack(FORMAT_VERSION, ino))
         except BaseException:
             os.close(descriptor)
-            os.unlink(path)
+            self.remove(segment)
             raise
         return descriptor
 

@@ -2,7 +2,8 @@
 
 ::
 
-    store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>"}: written once, by temporary name and rename
+    store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>", "cluster": "<32 hex>"}: written by temporary name and
+                    rename, without `cluster` until its node first joined one
     lock            flock held by the node's processes while any of them lives
     segments/       the log: segments/<8 hex>/<32 hex>, one plain file each
     shards/         shards held for others (and for this node's own versions)
@@ -15,7 +16,6 @@ A store of a newer format, of another node, or in use raises `StoreError`; nothi
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -43,29 +43,29 @@ def sync_directory(path: Path) -> None:
 
 
 def _spread_subdirectories(directory: Path) -> None:
-    """Have ext4 put each subdirectory into another block group; other file systems have no such flag, and no such need.
+    """Have ext4 put each subdirectory into another block group, where it can be done: other file systems have no such flag, and
+    no such need.
 
     For minutes after a delete, ext4 passes over the inodes freed in a group one by one before it gives out a new one
     (`recently_deleted`, fs/ext4/ialloc.c): after a rotation of 2,000 files a create beside them took 640 µs, elsewhere 18.
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        (flags,) = struct.unpack("=i", fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, bytes(4)))
-        fcntl.ioctl(descriptor, FS_IOC_SETFLAGS, struct.pack("=i", flags | FS_TOPDIR_FL))
-    except OSError as error:
-        if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
-            raise
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            (flags,) = struct.unpack("=i", fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, bytes(4)))
+            fcntl.ioctl(descriptor, FS_IOC_SETFLAGS, struct.pack("=i", flags | FS_TOPDIR_FL))
+        finally:
+            os.close(descriptor)
 
 
 class StoreDirectory:
     """A store that exists and has this program's format. Attributes are paths; nothing is open."""
 
-    def __init__(self, path: Path, store_id: StoreId, node: NodeId) -> None:
+    def __init__(self, path: Path, store_id: StoreId, node: NodeId, cluster: bytes | None = None) -> None:
         self.path = path
         self.store_id = store_id
         self.node = node
+        self.cluster = cluster
         self.segments = path / "segments"
         self.shards = path / "shards"
         self.copies = path / "copies"
@@ -83,19 +83,26 @@ class StoreDirectory:
         """Open the store, making it first if the directory is absent or empty. Raises `StoreError`."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            empty = not any(entry for entry in os.listdir(path) if entry not in ("log", "lost+found"))
+            empty = not any(entry for entry in os.listdir(path) if entry not in ("log", "lost+found", "store.json.new"))
             if empty:
-                cls._make(path, node)
+                cls(path, new_store_id(), node)._write_label()
             store = cls.open(path)
         except OSError as error:
-            raise StoreError(f"the store {path} can't be used: {error.strerror}") from None
+            raise StoreError(
+                f"the store {path} can't be used: {error.strerror}; name a directory on a local drive that can be written to"
+            ) from None
         if store.node != node:
             raise StoreError(
                 f"the store {path} belongs to node {store.node!r}, this node is {node!r}; "
                 "nothing was changed: point node.store elsewhere, or start the node under its own id"
             )
         for directory in (store.segments, store.shards, store.copies, store.run):
-            directory.mkdir(mode=0o700, exist_ok=True)
+            try:
+                directory.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"{directory} can't be made: {error.strerror}; the store must lie where it can be written to"
+                ) from None
         for directory in (store.segments, store.shards):
             _spread_subdirectories(directory)
         return store
@@ -107,6 +114,7 @@ class StoreDirectory:
         try:
             fields = json.loads(name.read_bytes())
             version, store_id, node = fields["format"], bytes.fromhex(fields["store"]), fields["node"]
+            cluster = bytes.fromhex(fields["cluster"]) if "cluster" in fields else None
         except FileNotFoundError:
             raise StoreError(
                 f"{path} holds files but no store.json: not a store; nothing was changed: use another directory"
@@ -122,30 +130,53 @@ class StoreDirectory:
             )
         if len(store_id) != ID_SIZE or not isinstance(node, str):
             raise StoreError(f"{name} names no valid store id and node; restore it from a copy")
-        return cls(path, StoreId(store_id), NodeId(node))
+        return cls(path, StoreId(store_id), NodeId(node), cluster)
 
-    @staticmethod
-    def _make(path: Path, node: NodeId) -> None:
-        content = json.dumps({"format": FORMAT_VERSION, "store": new_store_id().hex(), "node": node}) + "\n"
-        temporary = path / "store.json.new"
+    def join(self, cluster: bytes, catalog: Path) -> None:
+        """Belong to this cluster from now on. Raises `StoreError` if the store belongs to another: `catalog` has names for other
+        bytes than those that lie here."""
+        if self.cluster is None:
+            self.cluster = cluster
+            try:
+                self._write_label()
+            except OSError as error:
+                raise StoreError(f"{self.path}/store.json can't be written: {error.strerror}") from None
+        elif self.cluster != cluster:
+            raise StoreError(
+                f"the catalog {catalog} is another cluster's than that of the store {self.path}, or was made anew; nothing in the"
+                " store was changed: bring the right catalog back, or start with an empty store"
+            )
+
+    def _write_label(self) -> None:
+        fields = {"format": FORMAT_VERSION, "store": self.store_id.hex(), "node": self.node}
+        if self.cluster is not None:
+            fields["cluster"] = self.cluster.hex()
+        temporary = self.path / "store.json.new"
         with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(content)
+            file.write(json.dumps(fields) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path / "store.json")
-        sync_directory(path)
+        temporary.rename(self.path / "store.json")
+        sync_directory(self.path)
 
     def acquire(self) -> int:
         """Take the store's lock and return its descriptor; held until every process that inherited it is gone.
 
-        Raises `StoreError` when a node already runs on this store.
+        Raises `StoreError` when a node already runs on this store, or it can't be written to.
         """
-        descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"the store {self.path} can't be written to: {error.strerror}; nothing in it was changed") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(descriptor)
-            raise StoreError(f"a node already runs on the store {self.path}; stop it first, or use another directory") from None
+            if isinstance(error, BlockingIOError):
+                message = f"a node already runs on the store {self.path}; stop it first, or use another directory"
+            else:
+                message = f"the store {self.path} can't be locked: {error.strerror}; it needs a local file system, ext4 or xfs"
+            raise StoreError(message) from None
         return descriptor
 
     def is_in_use(self) -> bool:

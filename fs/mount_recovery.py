@@ -8,12 +8,13 @@ its name shows what it had before, or goes (R4). The work is bounded by what was
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.errors import NoSuchName
-from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, segment_made_at
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
@@ -27,6 +28,11 @@ log = logging.getLogger(__name__)
 
 BOOT_FACT = "boot_id"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def booted_at_seconds() -> float:
+    """When this machine was started, wall time."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class MountRecovery:
@@ -58,14 +64,18 @@ class MountRecovery:
 
     async def run(self) -> None:
         boot_id = BOOT_ID.read_bytes().strip()
-        power_was_cut = self._database.fact(BOOT_FACT) not in (None, boot_id)
+        known_boot_id = self._database.fact(BOOT_FACT)
+        power_was_cut = known_boot_id not in (None, boot_id)
+        booted_at = booted_at_seconds() if known_boot_id is None else 0.0
         handles = self._database.handles()
         in_use = {handle.ino for handle in handles}
         restored = dropped = 0
-        if power_was_cut or self._database.fact(BOOT_FACT) is None:
+        if power_was_cut or known_boot_id is None:
             await self._add_unknown()
         for row in self._database.files():
-            if await self._restore(row, in_use=row.ino in in_use, power_was_cut=power_was_cut):
+            # A database that is new doesn't know; the segment's name says when it was made.
+            older = power_was_cut or segment_made_at(row.segment) < booted_at
+            if await self._restore(row, in_use=row.ino in in_use, power_was_cut=older):
                 restored += 1
             else:
                 dropped += 1

@@ -4,8 +4,12 @@ Rows of `mount.db` and files in use whose inode is gone, or moved to another hom
 Segments are looked at now and then: one goes only if no version whose home is this store names it in a walk over the catalog, no
 file in use has it, and, asked again by the inode it is labelled with, the catalog still doesn't: a walk may miss a version that a
 rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it.
+
+A segment older than `mount.db` is never removed here: the database was lost, perhaps the catalog with it, and what an older copy
+of the catalog doesn't know may be the only bytes there are.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -14,8 +18,8 @@ import trio
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
-from ckptfs.cache.ids import SegmentId, StoreId
-from ckptfs.cache.mount_db import FileRow, MountDatabase
+from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, SegmentId, StoreId, segment_made_at
+from ckptfs.cache.mount_db import MADE_FACT, FileRow, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -49,6 +53,8 @@ class SegmentSweep:
         self._reclaimer = reclaimer
         self._database = database
         self._store = store
+        self.kept_count = 0
+        """Segments nothing names that are kept all the same."""
 
     async def run(self) -> None:
         segments_at = 0.0
@@ -92,12 +98,23 @@ class SegmentSweep:
         try:
             named = {version.segment for _, version in await self._versions.local_versions(self._store, tuple(VersionState))}
             unnamed = [segment for segment in there if segment not in named]
-            gone = [segment for segment in unnamed if not await self._is_wanted(segment)]
+            unwanted = [segment for segment in unnamed if not await self._is_wanted(segment)]
         except CacheError as error:
             log.warning("segment_sweep_put_off error=%s", error)
             return 0
+        gone = [segment for segment in unwanted if self._is_younger_than_database(segment)]
+        kept, self.kept_count = self.kept_count, len(unwanted) - len(gone)
+        if self.kept_count != kept:
+            log.warning("segments_kept count=%d: older than mount.db, and the catalog doesn't know them", self.kept_count)
         self._remove(gone)
         return len(gone)
+
+    def _is_younger_than_database(self, segment: SegmentId) -> bool:
+        made_ns = int(self._database.fact(MADE_FACT) or 0)
+        with contextlib.suppress(FileNotFoundError):
+            changed_ns = os.stat(self._segments.path_of(segment)).st_ctime_ns  # a copied store has new times, but old names
+            return changed_ns > made_ns and (segment_made_at(segment) + SEGMENT_WINDOW_SECONDS) * 10**9 > made_ns
+        return False
 
     def _remove(self, gone: Iterable[SegmentId]) -> None:
         for segment in gone:

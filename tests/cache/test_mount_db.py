@@ -1,5 +1,6 @@
 """`mount.db`: rows, exposure, the order versions wait in, other processes' view, and databases that can't be used."""
 
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.cache.errors import StoreError
+from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.mount_db import Exposure, FileRow, FileState, HandleRow, MountDatabase, MountDatabaseReader, WaitingVersion
 
@@ -182,30 +183,76 @@ def test_what_was_put_survives_a_kill_at_any_moment(path: Path) -> None:
 # Databases that can't be used
 
 
-def _damaged(path: Path) -> bytes:
+def _whole(path: Path) -> bytes:
     """A database with rows, checkpointed into its one file."""
     with closing(MountDatabase(path)) as database:
         for number in range(200):
-            database.put_file(_row(number + 1))
+            database.put_file(_row(number + 1, FileState.LOCAL))
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["no database", "header", "schema", "cut"])
-def test_a_damaged_database_is_refused_by_name_with_the_way_out(path: Path, damage: str) -> None:
-    whole = _damaged(path)
-    path.write_bytes(
-        {
-            "no database": b"this is no database, but long enough to be one\n" * 100,
-            "header": bytes(100) + whole[100:],
-            "schema": whole[:100] + b"\xff" * 900 + whole[1000:],
-            "cut": whole[:3000],
-        }[damage]
-    )
-    with pytest.raises(StoreError, match="delete it, it is rebuilt") as caught:
+@pytest.mark.parametrize("damage", ["no database", "header", "schema", "cut", "cut between pages", "a page", "another's"])
+def test_a_damaged_database_is_refused_by_name_and_left_alone(path: Path, damage: str) -> None:
+    whole = _whole(path)
+    leaf = whole.index(b"name-77")
+    if damage == "another's":
+        path.unlink()
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE precious(x)")
+    else:
+        path.write_bytes(
+            {
+                "no database": b"this is no database, but long enough to be one\n" * 100,
+                "header": bytes(100) + whole[100:],
+                "schema": whole[:100] + b"\xff" * 900 + whole[1000:],
+                "cut": whole[:3000],
+                "cut between pages": whole[: len(whole) // 8192 * 4096],
+                "a page": whole[: leaf // 4096 * 4096] + b"\xff" * 64 + whole[leaf // 4096 * 4096 + 64 :],
+            }[damage]
+        )
+    before = path.read_bytes()
+    with pytest.raises(DamagedData, match="it is rebuilt from the catalog") as caught:
         MountDatabase(path)
     assert str(path) in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def _whole_log(path: Path, directory: Path) -> Path:
+    """A database as a kill leaves it: 20 rows that are in its log only."""
+    directory.mkdir()
+    with closing(MountDatabase(path)) as database:
+        for number in range(20):
+            database.put_file(_row(number + 1))
+        for suffix in ("", "-wal"):
+            shutil.copy(f"{path}{suffix}", directory / f"mount.db{suffix}")
+    return directory / "mount.db"
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+def test_a_flipped_bit_in_its_log_is_noticed(path: Path, tmp_path: Path, part: float) -> None:
+    killed = _whole_log(path, tmp_path / "killed")
+    log = bytearray(Path(f"{killed}-wal").read_bytes())
+    log[int(len(log) * part) + 5] ^= 4
+    Path(f"{killed}-wal").write_bytes(log)
+    with pytest.raises(DamagedData, match=r"mount\.db-wal is damaged"):
+        MountDatabase(killed)
+
+
+def test_what_a_kill_left_in_its_log_is_taken_up(path: Path, tmp_path: Path) -> None:
+    with closing(MountDatabase(_whole_log(path, tmp_path / "killed"))) as database:
+        assert len(database.files()) == 20
+
+
+def test_another_process_is_told_of_damage(path: Path) -> None:
+    whole = _whole(path)
+    leaf = whole.index(b"name-77") // 4096 * 4096
+    path.write_bytes(whole[:leaf] + b"\xff" * 64 + whole[leaf + 64 :])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+    with closing(MountDatabaseReader(path)) as reader, pytest.raises(DamagedData, match="is damaged"):
+        reader.waiting(1000)
 
 
 def test_a_database_of_a_newer_format_is_refused_and_left_alone(path: Path) -> None:
