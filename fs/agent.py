@@ -107,7 +107,9 @@ class Agent:
             opened.callback(index.close)
             reserve_bytes = int(settings.reserve_fraction * _total_bytes(store))
             self.shard_store = ShardStore(store.shards, index, reserve_bytes=reserve_bytes)
-            self.small_copies = SmallCopies(store.small_copies_db, free_bytes=self.shard_store.free_bytes)
+            self.small_copies = SmallCopies(
+                store.small_copies_db, expected=not index.made_anew, free_bytes=self.shard_store.free_bytes
+            )
             opened.callback(self.small_copies.close)
             self._own = OwnStore(self.shard_store, self.small_copies, segments)
             opened.callback(self._own.close)

@@ -22,7 +22,14 @@ from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
-from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
+from ckptfs.fs.process_start import (
+    death_logged,
+    die_with_parent,
+    is_ready,
+    raise_descriptor_limit,
+    start_log,
+    write_pid_file,
+)
 from ckptfs.fs.space import catalog_reserve_bytes
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.transport import PlainTransport
@@ -64,9 +71,14 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     codec = choose_codec(config.protection.codec)
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
-    reserve_bytes = catalog_reserve_bytes(config.catalog_path)
-    kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{config.node_id}/agent", reserve_bytes=reserve_bytes)
+    kv = SqliteCatalog.open(
+        config.catalog_path,
+        writer_label=f"{config.node_id}/agent",
+        create=False,
+        reserve_bytes=catalog_reserve_bytes(config.catalog_path),
+    )
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
+    store.join(cluster.cluster, config.catalog_path)
     mount = LocalClient(store.mount_socket)
     teller = MountTeller(mount)
     waiting = MountDatabaseReader(store.mount_db)
@@ -95,6 +107,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
             nursery.start_soon(_end_on_signal, nursery.cancel_scope)
             address = await nursery.start(agent.run)
             await nursery.start(serve, store.agent_socket, AgentRequests(agent).answer)
+            is_ready(store.run, "agent")
             log.info("agent_ready store=%s address=%s codec=%s", store.path, address, codec.name)
     finally:
         with trio.CancelScope(shield=True):
@@ -118,8 +131,9 @@ def main() -> None:
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "agent")
     raise_descriptor_limit()
-    with death_logged("agent"):
-        write_pid_file(config.store / "run", "agent")
+    run_directory = config.store / "run"
+    with death_logged(run_directory, "agent"):
+        write_pid_file(run_directory, "agent")
         with contextlib.suppress(KeyboardInterrupt):
             trio.run(run, config, int(incarnation))
 

@@ -264,6 +264,11 @@ class AgentRequests:
         replicator = agent.replicator.statistics()
         held = agent.shard_store.statistics()
         counters = agent.reader.counters
+        problems = [problem for problem in (held.failed, agent.small_copies.problem) if problem]
+        if held.held is None:
+            problems.append(
+                "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"
+            )
         answer: dict[str, Any] = {
             "store": agent.store.store_id.hex(),
             "node": agent.store.node,
@@ -288,8 +293,9 @@ class AgentRequests:
             "raiser": asdict(agent.raiser.statistics),
             "sweep": asdict(agent.sweep.statistics),
             "server": asdict(agent.server.statistics()),
-            "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes},
+            "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes} if held.held else None,
             "store_failed": held.failed,
+            "problems": problems,
             "free_bytes": held.free_bytes,
             "stores": [
                 {

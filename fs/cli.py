@@ -4,6 +4,7 @@ Exit codes: 0 yes, 1 no or not reached, 2 wrong use, 3 the node that would know 
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.local_socket import NodeNotAnswering
+from ckptfs.replication.errors import CodecUnavailable
 
 app = typer.Typer(
     name="ckptfs",
@@ -54,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         result = app(args=list(arguments), prog_name="ckptfs", standalone_mode=False)
     except CommandError as error:
         return _failed(error, arguments)
-    except ConfigurationError as error:
+    except (ConfigurationError, CodecUnavailable) as error:
         return _failed(WrongUse(str(error)), arguments)
     except (CacheError, MountError) as error:
         return _failed(NotReached(str(error)), arguments)
@@ -86,6 +88,8 @@ def _failed(error: CommandError, arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be any bytes
     sys.exit(run(sys.argv[1:]))
 
 

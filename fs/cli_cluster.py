@@ -30,7 +30,7 @@ def up(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start every node that is down and wait for its mount; make the cluster first where there is none."""
+    """Start what is down, making the cluster first if there is none, and wait for all mounts."""
     cluster = LocalCluster(directory)
     settings = ClusterSettings(data_shards=data_shards, parity_shards=parity_shards, passthrough=passthrough)
     started = cluster.up(nodes, settings)

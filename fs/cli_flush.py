@@ -20,17 +20,17 @@ SHOWN_MAX = 5
 
 
 def flush(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files or directories in a mount.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")],
     to: Annotated[str, typer.Option("--to", help="The state to wait for: local or protected.")] = "protected",
     timeout: Annotated[
         float | None, typer.Option("--timeout", metavar="S", help="Give up after S seconds.", show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Wait until every file named, or under a directory named, is so. Exit code 1 if the time runs out first."""
+    """Wait until all files named, or in directories named, are protected. Exit code 1 if the time runs out first."""
     if to not in TARGETS:
         raise WrongUse(f"--to: {' or '.join(TARGETS)}, not {to!r}")
-    if timeout is not None and timeout < 0:
+    if timeout is not None and not timeout >= 0:
         raise WrongUse("--timeout: a number of seconds, 0 or more")
     started = time.monotonic()
     behind, file_count, size_bytes = wait_until(paths, to, timeout, shown=not as_json)

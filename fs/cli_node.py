@@ -23,7 +23,10 @@ def node(
         Path, typer.Option("--config", metavar="FILE", help="The node's configuration; docs/node.toml lists the keys.")
     ] = (DEFAULT_CONFIG),
 ) -> None:
-    """Run this machine's node in the foreground until SIGTERM: supervisor, mount and agent."""
+    """Run this machine's node, in the foreground until SIGTERM.
+
+    The node is three processes: supervisor, mount and agent.
+    """
     loaded = load_config(config)
     from ckptfs.fs import supervisor  # only this command needs it and all that it imports
 

@@ -18,8 +18,8 @@ def print_json(document: Any) -> None:
 
 
 def console() -> Console:
-    """Where text for people goes; plain, and not cut to a width, where that is not a terminal."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    """Where text for people goes; plain, and not cut to a width, where that is not a terminal. Names of files are no markup."""
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
 def bytes_progress(*, shown: bool = True) -> Progress:

@@ -32,7 +32,7 @@ def status(
     where: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[WHERE]", help="A cluster's directory, a mountpoint, or a file or directory in a mount.", show_default=False
+            metavar="WHERE", help="A cluster's directory, a mountpoint, or a file or directory in a mount.", show_default=False
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -115,6 +115,8 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
             reasons.setdefault(f"FULL: {space['shortage']}", []).append(node["id"])
         elif space.get("warning"):
             reasons.setdefault(f"nearly full: {space['warning']}", []).append(node["id"])
+        for problem in node["problems"]:
+            reasons.setdefault(problem, []).append(node["id"])
     return Group(table, *(f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()))
 
 

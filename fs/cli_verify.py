@@ -27,7 +27,7 @@ UNKNOWN = "unreachable"
 def verify(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH…]", help="Files or directories in a mount, or a cluster's directory.", show_default=False),
+        typer.Argument(metavar="PATH", help="Files or directories in a mount, or a cluster's directory.", show_default=False),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Decode everything, compare it with what was written, and open the formats.")

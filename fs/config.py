@@ -92,6 +92,11 @@ def load_config(path: Path) -> NodeConfig:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; name the node's file with --config FILE") from None
+    return parse_config(text, path)
+
+
+def parse_config(text: bytes, path: Path) -> NodeConfig:
+    """Check what the file `path` holds, or is to hold. Raises `ConfigurationError`."""
     try:
         config = msgspec.toml.decode(text, type=NodeConfig)
     except msgspec.DecodeError as error:
@@ -111,6 +116,8 @@ def load_handed_config(path: Path) -> NodeConfig:
 def _check(config: NodeConfig) -> None:
     node, protection, mount = config.node, config.protection, config.mount
     _require(0 < len(node.id) <= 64 and node.id.isprintable() and "/" not in node.id, "node.id: 1 to 64 characters, no slash")
+    for key in ("store", "mountpoint", "catalog", "log_directory"):
+        _require("\0" not in getattr(node, key), f"node.{key}: no path has a NUL in it")
     for key, value in (("node.store", node.store), ("node.mountpoint", node.mountpoint)):
         _require(os.path.isabs(value), f"{key}: an absolute path is needed, this is {value!r}")
     store, mountpoint = os.path.realpath(node.store), os.path.realpath(node.mountpoint)
@@ -122,6 +129,9 @@ def _check(config: NodeConfig) -> None:
         node.catalog.startswith(SQLITE_SCHEME + "/"),
         f'node.catalog: must be "sqlite:////absolute/path" here, this is {node.catalog!r}',
     )
+    for key, path in (("node.catalog", config.catalog_path), ("node.log_directory", config.log_directory)):
+        _require(path.is_absolute(), f"{key}: an absolute path is needed, this is {str(path)!r}")
+        _require(not Path(os.path.realpath(path)).is_relative_to(mountpoint), f"{key}: it can't lie in the node's own mount")
     host, _, port = node.listen.rpartition(":")
     _require(bool(host) and port.isdecimal() and int(port) < 65536, f"node.listen: host:port is needed, this is {node.listen!r}")
     _require(host in ("127.0.0.1", "::1", "[::1]"), "node.listen: only loopback addresses until nodes have certificates")

@@ -29,6 +29,8 @@ _TABLE: tuple[tuple[type[Exception], int], ...] = (
     (cache.NameMoved, errno.ESTALE),
     (cache.CatalogFull, errno.ENOSPC),
     (cache.CatalogUnavailable, errno.EIO),
+    (cache.DamagedData, errno.EIO),
+    (cache.StoreError, errno.EIO),
     (ContentUnreachable, errno.EIO),
     (NodeNotAnswering, errno.EIO),
     (trio.TooSlowError, errno.EIO),

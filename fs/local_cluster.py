@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.config import parse_config
 from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
 from ckptfs.fs.node_processes import NodeProcesses
@@ -49,6 +50,11 @@ class ClusterSettings:
     settle_seconds: float | None = None
 
 
+def _quoted(value: object) -> str:
+    """A TOML string, number or boolean; JSON's escapes for what is beyond the basic plane are none of TOML's."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 class ClusterNode:
     """One node's directory and what can be done to its processes."""
 
@@ -65,15 +71,22 @@ class ClusterNode:
 
     def write_config(self, settings: ClusterSettings) -> None:
         """Make the node's directories and its configuration."""
+        text = self.config_text(settings)
         for directory in (self.directory, self.mountpoint, self.log):
             directory.mkdir(mode=0o755, exist_ok=True)
+        temporary = self.config.with_suffix(".new")
+        temporary.write_text(text)
+        temporary.rename(self.config)
+
+    def config_text(self, settings: ClusterSettings) -> str:
+        """What the node's configuration holds. Raises `ConfigurationError` for settings that can't be."""
         lines = [
             "[node]",
-            f"id = {json.dumps(self.id)}",
-            f"store = {json.dumps(str(self.store))}",
-            f"mountpoint = {json.dumps(str(self.mountpoint))}",
-            f"catalog = {json.dumps(f'sqlite:///{self.catalog}')}",
-            f"log_directory = {json.dumps(str(self.log))}",
+            f"id = {_quoted(self.id)}",
+            f"store = {_quoted(str(self.store))}",
+            f"mountpoint = {_quoted(str(self.mountpoint))}",
+            f"catalog = {_quoted(f'sqlite:///{self.catalog}')}",
+            f"log_directory = {_quoted(str(self.log))}",
         ]
         sections = {
             "protection": ("data_shards", "parity_shards", "codec"),
@@ -82,10 +95,15 @@ class ClusterNode:
         for section, keys in sections.items():
             values = {key: getattr(settings, key) for key in keys if getattr(settings, key) is not None}
             if values:
-                lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-        temporary = self.config.with_suffix(".new")
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.rename(self.config)
+                lines += ["", f"[{section}]", *(f"{key} = {_quoted(value)}" for key, value in values.items())]
+        text = "\n".join(lines) + "\n"
+        try:
+            parse_config(text.encode(), self.config)
+        except UnicodeEncodeError:
+            raise WrongUse(
+                f"{self.directory!r}: a configuration names only paths that are UTF-8; use another directory"
+            ) from None
+        return text
 
     def answers(self) -> bool:
         """Whether the mount is there and its daemon answers."""
@@ -208,10 +226,11 @@ class LocalCluster:
     def prepare(self, node_count: int | None, settings: ClusterSettings = ClusterSettings()) -> None:
         """Make the directory and the nodes' configurations, as far as they are not there; None: as many as there are, or 6.
 
-        Raises `WrongUse`; nothing is changed then.
+        Raises `WrongUse` or `ConfigurationError`; nothing is changed then.
         """
         if node_count is not None and not 1 <= node_count <= NODES_MAX:
             raise WrongUse(f"--nodes: 1 to {NODES_MAX}")
+        ClusterNode(self.directory, 0).config_text(settings)
         if not self.is_one(self.directory):
             self._refuse_unfit_directory()
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -83,8 +83,13 @@ class LocalClient:
         self._path = path
         self._idle: list[trio.SocketStream] = []
 
-    async def call(self, request: Message) -> Message:
+    async def call(self, request: Message, *, timeout_seconds: float = 10.0) -> Message:
         """Ask and return the answer. Raises `NodeNotAnswering`; a kept connection that broke meanwhile is replaced once."""
+        with trio.move_on_after(timeout_seconds):
+            return await self._call(request)
+        raise NodeNotAnswering(f"{self._path} has not answered for {timeout_seconds:g} s")
+
+    async def _call(self, request: Message) -> Message:
         body = msgspec.msgpack.encode(request)
         while True:
             kept = bool(self._idle)

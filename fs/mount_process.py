@@ -8,6 +8,7 @@ ckptfs.fs.mount_process CONFIG DEVICE PARENT INCARNATION`.
 import logging
 import os
 import signal
+import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ import msgspec
 import trio
 
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
-from ckptfs.cache.mount_db import FileState, MountDatabase
+from ckptfs.cache.mount_db import CATALOG_FACT, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
@@ -37,7 +39,15 @@ from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
-from ckptfs.fs.process_start import death_logged, die_with_parent, raise_descriptor_limit, start_log, write_pid_file
+from ckptfs.fs.process_start import (
+    death_logged,
+    die_with_parent,
+    end_for_good,
+    is_ready,
+    raise_descriptor_limit,
+    start_log,
+    write_pid_file,
+)
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
@@ -69,15 +79,20 @@ class MountProcess:
         self._config = config
         self._store = StoreDirectory.create_or_open(config.store, config.node_id)
         self._device = device
-        self._database = MountDatabase(self._store.mount_db)
+        try:
+            self._database = MountDatabase(self._store.mount_db)
+        except DamagedData as damage:  # with the handles that programs hold: this connection can't be served any more
+            end_for_good(self._store.run, "mount", str(damage))
         self._kv = SqliteCatalog.open(
             config.catalog_path,
             writer_label=f"{config.node_id}/mount",
+            create=False,
             reserve_bytes=catalog_reserve_bytes(config.catalog_path),
         )
         self._space = Space(config.store, store_reserve(self._store), self._kv)
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
+        self._agreed = trio.Event()
 
     def _begin_connection(self) -> bool:
         """Whether this is the connection's first daemon; what an older connection left in the database is void then."""
@@ -94,12 +109,13 @@ class MountProcess:
         namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns)
         versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
         settings = await namespace.settings()
+        store.join(settings.cluster, config.catalog_path)
         segments = Segments(store.segments)
         may_pass, self._lane_reason = _may_pass_through(config)
         backing = BackingFiles(self._device) if may_pass else None
         self._agent = LocalClient(store.agent_socket)
         remote = RemoteContent(self._agent)
-        open_files = OpenFiles(self._database, segments, backing)
+        open_files = OpenFiles(self._database, segments, backing, self._backing_refused)
         reclaimer = Reclaimer(self._kv, segments, RemoteReaders(self._kv, self._live_stores))
         holds = SegmentHolds(self._kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
@@ -145,12 +161,12 @@ class MountProcess:
             self._negotiated(session.negotiated, open_files)
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._durability = Durability(namespace, versions, self._size_of)
-        self._parity_shards = settings.parity_shards
+        self._settings = settings
         recovery = MountRecovery(
             self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
         )
         await recovery.run()
-        sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
+        self._sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
         self._release = SegmentRelease(
             versions,
             segments,
@@ -170,10 +186,12 @@ class MountProcess:
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._wake_agent, False)
-            nursery.start_soon(sweep.run)
+            nursery.start_soon(self._sweep.run)
             nursery.start_soon(self._release.run)
             nursery.start_soon(close_ghosts, open_files, settler)
+            nursery.start_soon(self._try_passthrough, open_files)
             await nursery.start(serve, store.mount_socket, self.answer)
+            is_ready(store.run, "mount")
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
             await session.run()
             log.info("mount_ended requests=%d", session.statistics().requests)
@@ -182,13 +200,26 @@ class MountProcess:
 
     def _negotiated(self, agreed: Negotiated, open_files: OpenFiles) -> None:
         self._database.set_fact(NEGOTIATED_FACT, msgspec.json.encode(agreed))
-        if not agreed.passthrough:
-            open_files.serve_only()
-            if not self._lane_reason:
-                self._lane_reason = "the kernel has no FUSE passthrough (Linux 6.9 is the first that has)"
-            log.warning("lane=served reason=%s", self._lane_reason)
-        else:
+        self._agreed.set()
+        if agreed.passthrough:
             log.info("lane=passthrough")
+            return
+        open_files.serve_only()
+        self._served_because(self._lane_reason or "the kernel has no FUSE passthrough (Linux 6.9 is the first that has)")
+
+    async def _try_passthrough(self, open_files: OpenFiles) -> None:
+        """As soon as the kernel has our answer to INIT, so that status is right before the first file is opened."""
+        await self._agreed.wait()
+        open_files.try_passthrough()
+
+    def _backing_refused(self, error: OSError) -> None:
+        self._served_because(f"the kernel passes nothing through to the store's file system ({error.strerror}): ext4 and xfs can")
+
+    def _served_because(self, reason: str) -> None:
+        self._lane_reason = reason
+        if self._config.mount.passthrough == "on":
+            end_for_good(self._store.run, "mount", f'mount.passthrough is "on", but {reason}; "auto" would serve')
+        log.warning("lane=served reason=%s", reason)
 
     async def _end_on_signal(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM) as signals:
@@ -203,10 +234,24 @@ class MountProcess:
         await self._kv.make_durable()
 
     async def _checkpoint_now_and_then(self) -> None:
+        noted_revision = 0
         while True:
             await trio.sleep(CHECKPOINT_SECONDS)
             self._database.settle_debts()
+            noted_revision = await self._note_revision(noted_revision)
             await trio.to_thread.run_sync(self._database.checkpoint)
+
+    async def _note_revision(self, noted: int) -> int:
+        """Remember how far the catalog is for sure, so that the next start sees if it is not that far any more."""
+        try:
+            revision = await self._kv.revision()
+            if revision > noted:
+                await self._kv.make_durable()
+                self._database.set_fact(CATALOG_FACT, b"%d" % revision)
+                return revision
+        except (CacheError, sqlite3.OperationalError) as error:  # full or away: next time
+            log.info("revision_not_noted error=%s", error)
+        return noted
 
     async def _wake_agent(self, urgent: bool) -> None:
         """Tell the agent that a version waits. If it is down it looks by itself when it starts."""
@@ -237,7 +282,7 @@ class MountProcess:
         stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
         if live is None:
             live = set(stores) if lenient else set()
-        return await self._durability.states(inos, stores, live, self._parity_shards)
+        return await self._durability.states(inos, stores, live, self._settings.parity_shards)
 
     def _size_of(self, ino: InodeNumber) -> int | None:
         """The size of a file that is being written here."""
@@ -249,6 +294,9 @@ class MountProcess:
         try:
             answer = await self._agent.call({"do": "status", "fresh": True})
         except NodeNotAnswering:
+            return None
+        if not answer.get("ok"):
+            log.warning("agent_has_no_status reason=%s", answer.get("message"))
             return None
         return {StoreId(bytes.fromhex(store["store"])) for store in answer["stores"] if store["live"]}
 
@@ -277,10 +325,33 @@ class MountProcess:
             "settling_files": self._settler.waiting_count,
             "requests": statistics.requests,
             "unexpected_errors": statistics.unexpected_errors,
+            "problems": self._problems(),
             "incarnation": self._incarnation,
             "space": self._space.status()
             | {"segments_released_bytes": self._release.released_bytes, "warning": self._release.warning},
         }
+
+    def _problems(self) -> list[str]:
+        """What an operator has to act on, a line each."""
+        problems = []
+        asked, agreed = self._config.protection, self._settings
+        if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes) != (
+            agreed.data_shards,
+            agreed.parity_shards,
+            agreed.cell_size,
+        ):
+            problems.append(
+                f"the cluster was made with {agreed.data_shards}+{agreed.parity_shards} and cells of {agreed.cell_size} bytes,"
+                " which holds for all nodes; this node's configuration says otherwise"
+            )
+        if damage := self._kv.statistics().damage:
+            problems.append(f"programs get EIO: {damage}")
+        if kept := self._sweep.kept_count:
+            problems.append(
+                f"{kept} segments in {self._store.segments} belong to no file the catalog knows: they are older than mount.db"
+                " and are kept; delete them if the catalog is the right one"
+            )
+        return problems
 
 
 def _may_pass_through(config: NodeConfig) -> tuple[bool, str]:
@@ -299,9 +370,10 @@ def main() -> None:
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()
-    with death_logged("mount"):
+    run_directory = config.store / "run"
+    with death_logged(run_directory, "mount"):
         process = MountProcess(config, int(device), int(incarnation))
-        write_pid_file(config.store / "run", "mount")
+        write_pid_file(run_directory, "mount")
         trio.run(process.run)
 
 

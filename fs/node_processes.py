@@ -20,6 +20,14 @@ class NodeProcesses:
         """The pid of each role, None where that process is not there."""
         return {role: self._pid(role) for role in ROLES}
 
+    def failures(self) -> dict[str, str]:
+        """Why a role's process ended by itself, for those of which none has been ready since."""
+        found = {}
+        for role in ROLES:
+            with contextlib.suppress(OSError):
+                found[role] = (self._run / f"{role}.failed").read_text(errors="replace").strip()
+        return found
+
     def living(self) -> list[int]:
         """The pids of those that live, the supervisor first."""
         return [pid for pid in self.pids().values() if pid is not None]

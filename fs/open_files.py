@@ -4,23 +4,28 @@ The lane of an inode is chosen at its first open and kept until its last handle 
 the other lane with EIO. The table is the process's memory of `mount.db`; what must survive a kill is written there first.
 """
 
+import contextlib
 import enum
+import errno
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, pack
-from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import Segments
 from ckptfs.fs.backing import BackingFiles
 
 NAMELESS = Inode(FORMAT_VERSION, 0o100600, 0, 0, 0, 0, 0, nlink=0)
 """A removed file whose record nobody wrote down before the process died."""
+
+_NEVER_BACKED = (errno.ELOOP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM)
+"""The kernel's answers to a backing file that another try won't change; ELOOP: the store lies on an overlay."""
 
 
 class Lane(enum.IntEnum):
@@ -88,10 +93,18 @@ class Handle:
 class OpenFiles:
     """The table. `passthrough` is whether new files may take that lane."""
 
-    def __init__(self, database: MountDatabase, segments: Segments, backing: BackingFiles | None) -> None:
+    def __init__(
+        self,
+        database: MountDatabase,
+        segments: Segments,
+        backing: BackingFiles | None,
+        on_refused: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
+        """`on_refused` is called once, when the kernel takes no backing file of this store; then all is served."""
         self._database = database
         self._segments = segments
         self._backing = backing
+        self._on_refused = on_refused
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
         self._locks: dict[InodeNumber, trio.Lock] = {}
@@ -149,6 +162,33 @@ class OpenFiles:
         """The kernel has no passthrough: every inode takes the served lane."""
         self._backing = None
 
+    def try_passthrough(self) -> None:
+        """Find out now, with a segment of its own, whether the kernel takes backing files of this store."""
+        if self._backing is None:
+            return
+        segment = new_segment_id()
+        with contextlib.suppress(OSError):  # no room: the first file that is opened will show it
+            descriptor = self._segments.create(segment, InodeNumber(0))
+            try:
+                if (backing_id := self._register(descriptor)) is not None:
+                    self._backing.close(backing_id)
+            finally:
+                os.close(descriptor)
+                self._segments.remove(segment)
+
+    def _register(self, descriptor: int) -> int | None:
+        """The kernel's id for a segment; None where it takes no backing files of this store's file system. Raises `OSError`."""
+        if self._backing is None:
+            return None
+        try:
+            return self._backing.register(descriptor)
+        except OSError as error:
+            if error.errno not in _NEVER_BACKED:
+                raise
+            self.serve_only()
+            self._on_refused(error)
+            return None
+
     def protected(self, vids: set[Vid]) -> set[Vid]:
         """Versions are protected now. Returns those in use: they stay in the table, with their row, until they are closed."""
         in_use = set()
@@ -178,14 +218,15 @@ class OpenFiles:
         Raises `OSError` if the kernel refuses the backing file; then nothing changed.
         """
         if file.handles == 0:
+            lane = Lane.SERVED
             if file.is_home and self._backing is not None and file.write_descriptor is None:
                 assert file.descriptor is not None
                 if file.backing_id is None:
-                    file.backing_id = self._backing.register(file.descriptor)
+                    file.backing_id = self._register(file.descriptor)
                     store_row = True
-                file.lane = Lane.PASSTHROUGH
-            else:
-                file.lane = Lane.SERVED
+                if file.backing_id is not None:
+                    lane = Lane.PASSTHROUGH
+            file.lane = lane
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         handle = Handle(self.new_fh(), file, flags, writable)
         row = HandleRow(handle.fh, file.ino, flags, file.lane)

@@ -9,18 +9,30 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
+
+from ckptfs.cache.errors import CacheError
+from ckptfs.fs.config import ConfigurationError
+from ckptfs.replication.errors import ReplicationError
 
 PR_SET_PDEATHSIG = 1
+FOR_GOOD_STATUS = 3
+"""A child's exit status where its next life could do no better: the supervisor ends the node, with the reason it left."""
 LOG_SIZE_BYTES_MAX = 16 << 20
 LOG_FILES_KEPT = 3
 
 
 def start_log(directory: Path, role: str) -> None:
-    """Log to `<directory>/<role>.log`, rotated; warnings and errors are things an operator must see."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.handlers.RotatingFileHandler(
-        directory / f"{role}.log", maxBytes=LOG_SIZE_BYTES_MAX, backupCount=LOG_FILES_KEPT
-    )
+    """Log to `<directory>/<role>.log`, rotated; warnings and errors are things an operator must see.
+
+    Raises `ConfigurationError` where no log can be written.
+    """
+    path = directory / f"{role}.log"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_SIZE_BYTES_MAX, backupCount=LOG_FILES_KEPT)
+    except OSError as error:
+        raise ConfigurationError(f"node.log_directory: {path} can't be written: {error.strerror}; nothing was mounted") from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -29,13 +41,41 @@ def start_log(directory: Path, role: str) -> None:
 
 
 @contextlib.contextmanager
-def death_logged(role: str) -> Iterator[None]:
-    """What ends the process unexpectedly goes into its log, not only to a terminal that nobody watches."""
+def death_logged(run: Path, role: str) -> Iterator[None]:
+    """What ends the process goes into its log and into `<run>/<role>.failed`, which `ckptfs status` shows until `is_ready`.
+
+    A bug of ours has its traceback in the log; what an operator can mend is one line.
+    """
     try:
         yield
-    except Exception:
-        logging.getLogger(role).critical("process_died", exc_info=True)
+    except Exception as error:
+        cause = _single_cause(error)
+        foreseen = isinstance(cause, CacheError | ReplicationError | ConfigurationError)
+        reason = str(cause) if foreseen else f"{type(cause).__name__}: {cause}; {role}.log has the details"
+        logging.getLogger(role).critical("process_died reason=%s", reason, exc_info=not foreseen)
+        with contextlib.suppress(OSError):
+            (run / f"{role}.failed").write_text(f"{reason}\n")
         raise SystemExit(1) from None
+
+
+def end_for_good(run: Path, role: str, reason: str) -> NoReturn:
+    """End this process at once, and with it the node. For the moments before anything depends on it."""
+    logging.getLogger(role).critical("process_gave_up reason=%s", reason)
+    (run / f"{role}.failed").write_text(f"{reason}\n")
+    os._exit(FOR_GOOD_STATUS)
+
+
+def _single_cause(error: Exception) -> Exception:
+    """What a nursery, or several of them, wrapped."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def is_ready(run: Path, role: str) -> None:
+    """Whatever ended this process's predecessor does not end this one."""
+    with contextlib.suppress(OSError):
+        (run / f"{role}.failed").unlink()
 
 
 def raise_descriptor_limit() -> int:

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 COMPLAINT_SECONDS = 10.0
 READ_WAIT_SECONDS = 10.0
 """How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
+AGENT_SECONDS_MAX = 60.0
+"""How long one request may take an agent that is there: it has limits of its own for peers that hang, 30 s the longest."""
+
 RETRY_SECONDS = 0.2
 
 
@@ -81,7 +84,7 @@ class RemoteContent:
         deadline = trio.current_time() + self._wait_seconds
         while True:
             try:
-                answer = await self._agent.call(request)
+                answer = await self._agent.call(request, timeout_seconds=AGENT_SECONDS_MAX)
                 if answer["ok"]:
                     return answer
                 message = str(answer.get("message", answer.get("error")))
@@ -91,7 +94,7 @@ class RemoteContent:
                     raise OSError(errno.ENOSPC, message)
                 may_pass = answer.get("error") == "unreachable" and request["do"] != "attributes"
             except NodeNotAnswering as error:
-                message, may_pass = f"this node's agent does not answer ({error}); it is being restarted", True
+                message, may_pass = f"this node's agent does not answer ({error})", True
             if not may_pass or trio.current_time() + RETRY_SECONDS > deadline:
                 self.complain(ino, message)
                 raise ContentUnreachable(message)

@@ -129,10 +129,13 @@ def places_of_this_machine() -> list[Place]:
 
 def node_status(place: Place) -> dict[str, Any]:
     """One node as `ckptfs status --json` shows it. A node that is down has null where only it could know."""
-    processes = NodeProcesses(place.store).pids()
+    processes = NodeProcesses(place.store)
     mount = _answer_or_none(place, "mount")
     agent = _answer_or_none(place, "agent")
     known = mount or {}
+    problems = [f"the {role} process ended: {reason}" for role, reason in processes.failures().items()]
+    for answer in (mount, agent):
+        problems += (answer or {}).get("problems", [])
     return {
         "id": place.id,
         "alive": mount is not None,
@@ -140,7 +143,8 @@ def node_status(place: Place) -> dict[str, Any]:
         "lane_reason": known.get("lane_reason"),
         "mountpoint": str(place.mountpoint),
         "store": str(place.store),
-        "processes": processes,
+        "processes": processes.pids(),
+        "problems": problems,
         "unprotected_bytes": known.get("unprotected_bytes"),
         "oldest_unprotected_seconds": known.get("oldest_unprotected_seconds"),
         "open_files": known.get("open_files"),

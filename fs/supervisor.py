@@ -17,20 +17,22 @@ from pathlib import Path
 import msgspec
 import trio
 
+from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import ID_SIZE
-from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.reserve import Reserve
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device
 from ckptfs.fs.config import NodeConfig
+from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.mount_table import abort_connection, mounts_at
-from ckptfs.fs.process_start import raise_descriptor_limit, remove_pid_file, start_log, write_pid_file
+from ckptfs.fs.node_processes import NodeProcesses
+from ckptfs.fs.process_start import FOR_GOOD_STATUS, raise_descriptor_limit, remove_pid_file, start_log
 from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
+from ckptfs.fs.start_checks import check_machine, check_store
 
 log = logging.getLogger(__name__)
 
@@ -44,29 +46,36 @@ READ_AHEAD_BYTES = 8 << 20
 
 
 class Supervisor:
-    """One node's supervisor. Raises `StoreError`, `MountError` from `run` before anything is mounted."""
+    """One node's supervisor. `run` raises `ConfigurationError`, `CodecUnavailable`, `StoreError`, `DamagedData` and `MountError`
+    before anything is mounted."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._incarnation = time.time_ns()
         self._stopping = False
+        self._ended_for_good = ""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     async def run(self) -> None:
         config = self._config
+        check_machine(config)
+        if not mounts_at(config.mountpoint):
+            fuse_device.check_mountpoint(config.mountpoint)  # before a store is made for nothing
         store = StoreDirectory.create_or_open(config.store, config.node_id)
         with contextlib.ExitStack() as held:
             lock = store.acquire()
             held.callback(os.close, lock)
             os.set_inheritable(lock, True)
+            start_log(config.log_directory, "supervisor")
             for left in store.run.glob("config-*.json"):  # of supervisors that were killed
                 left.unlink(missing_ok=True)
             reserve = store_reserve(store)
             make_room_to_start(reserve)
             self._clean_stale_mount(store)
             fuse_device.check_mountpoint(config.mountpoint)
-            _check_usable(store)
             held.callback(remove_pid_file, store.run, "supervisor")
+            seen_revision = check_store(store)
+            examine(config.catalog_path, seen_revision=None if store.cluster is None else seen_revision)
             label = session_label(store.store_id, self._incarnation)
             kv = SqliteCatalog.open(
                 config.catalog_path,
@@ -88,6 +97,9 @@ class Supervisor:
             await kv.end_session(label)
             await kv.aclose()
             log.info("node_ended")
+            if role := self._ended_for_good:
+                reason = NodeProcesses(store.path).failures().get(role, f"the {role} process gave up; its log says why")
+                raise MountError(f"{reason}; the node has ended, what was closed is safe in its store")
 
     async def _join(self, kv: SqliteCatalog, store: StoreDirectory) -> None:
         protection = self._config.protection
@@ -96,6 +108,7 @@ class Supervisor:
             FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
         )
         settings = await namespace.format_if_empty(wanted)
+        store.join(settings.cluster, self._config.catalog_path)
         if msgspec.structs.replace(wanted, cluster=settings.cluster) != settings:
             log.warning(
                 "settings_differ cluster=%d+%d cell=%d: the cluster's hold, not this file's",
@@ -146,6 +159,10 @@ class Supervisor:
                 log.info("unmounted_from_outside: the node ends")
                 scope.cancel()
                 return
+            if status == FOR_GOOD_STATUS:
+                self._ended_for_good = role
+                scope.cancel()
+                return
             log.error("process_ended role=%s status=%d: restarted", role, status)
             stable = trio.current_time() - started > STABLE_SECONDS
             delay_seconds = RESTART_SECONDS_MIN if stable else min(2 * delay_seconds, RESTART_SECONDS_MAX)
@@ -168,15 +185,6 @@ class Supervisor:
                 process.kill()
 
 
-def _check_usable(store: StoreDirectory) -> None:
-    """Refuse now what the children would only find when the mount is there and programs wait in it. Raises `StoreError`."""
-    MountDatabase(store.mount_db).close()
-    try:
-        write_pid_file(store.run, "supervisor")
-    except OSError as error:
-        raise StoreError(f"the store {store.path} can't be written to: {error.strerror}; nothing was mounted") from None
-
-
 async def _wait_ended(process: "subprocess.Popen[bytes]") -> int:
     """The process's exit status, once it has one."""
     descriptor = os.pidfd_open(process.pid)
@@ -189,7 +197,6 @@ async def _wait_ended(process: "subprocess.Popen[bytes]") -> int:
 
 def run(config: NodeConfig) -> None:
     """Run the node until SIGTERM or until it is unmounted."""
-    start_log(config.log_directory, "supervisor")
     raise_descriptor_limit()
     os.chdir("/")
     trio.run(Supervisor(config).run)

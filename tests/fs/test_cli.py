@@ -30,10 +30,14 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["cluster", "kill", "{tmp}", "0"], 2, "holds no cluster"),
         (["cluster", "kill", "{tmp}", "many"], 2, "valid int"),
         (["cluster", "up", "{tmp}/c", "--nodes", "0"], 2, "1 to 64"),
+        (["cluster", "up", "{tmp}/c", "--passthrough", "perhaps"], 2, "passthrough"),
+        (["cluster", "up", "{tmp}/c", "--data-shards", "0"], 2, "data_shards: 1 to 32"),
+        (["cluster", "up", "{tmp}/\udcff"], 2, "UTF-8"),
         (["cluster", "up", "{tmp}/full"], 2, "not empty"),
         (["cluster", "up", "{tmp}/full/file"], 2, "not a directory"),
         (["flush", "{tmp}", "--to", "tiered"], 2, "local or protected"),
         (["flush", "{tmp}", "--timeout", "-1"], 2, "--timeout"),
+        (["flush", "{tmp}", "--timeout", "nan"], 2, "--timeout"),
         (["flush", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["status", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["status", "{tmp}", "--json", "--watch"], 2, "exclude each other"),
@@ -52,6 +56,7 @@ def test_wrong_use_is_one_line_and_its_code(
     assert words in captured.err
     assert captured.err.startswith("ckptfs: ")
     assert captured.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
 def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

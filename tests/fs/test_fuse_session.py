@@ -231,8 +231,6 @@ UNFORESEEN: list[Exception] = [
     ValueError("bug"),
     AssertionError(),
     OSError("without a number"),
-    cache.DamagedData("record"),
-    cache.StoreError("store"),
     ExceptionGroup("several", [ValueError()]),
 ]
 
@@ -278,6 +276,19 @@ async def test_an_error_nobody_foresaw_is_an_io_error_with_its_traceback_in_the_
     assert record.getMessage() == f"request_failed opcode={Opcode.READ} inode=1"
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+@pytest.mark.parametrize("error", [cache.DamagedData("the record is damaged"), cache.StoreError("the sync failed")])
+async def test_what_an_operator_must_act_on_is_an_io_error_and_one_line_in_the_log(
+    serve: Serve, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve({Opcode.READ: _raising(error, after_waiting=False)}) as (kernel, session):
+        assert await kernel.ask(Opcode.READ, 5) == (errno.EIO, 5, b"")
+        assert session.statistics().unexpected_errors == 0
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == f"request_refused opcode={Opcode.READ} inode=1 reason={error}"
+    assert record.exc_info is None
 
 
 async def test_a_request_cut_short_is_an_io_error(serve: Serve) -> None:

@@ -10,7 +10,7 @@ from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 
 
 def test_every_node_gets_a_valid_configuration_of_its_own(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path / 'a "quoted" name')
+    cluster = LocalCluster(tmp_path / 'a "quoted" näme 😀')
     cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1, passthrough="off", settle_seconds=0.5))
     configs = [load_config(node.config) for node in cluster.nodes]
     assert [config.node.id for config in configs] == ["node-0", "node-1", "node-2"]

@@ -24,11 +24,11 @@ class KernelTable(BackingFiles):
         super().__init__(-1)
         self.files: dict[int, int] = {}
         self.given = 0
-        self.refuses = False
+        self.refuses = 0
 
     def register(self, descriptor: int) -> int:
         if self.refuses:
-            raise OSError(errno.EPERM, "Operation not permitted")
+            raise OSError(self.refuses, os.strerror(self.refuses))
         self.given += 1
         self.files[self.given] = os.fstat(descriptor).st_ino
         return self.given
@@ -116,11 +116,34 @@ def test_what_the_kernel_refuses_changes_nothing(
     open_files: OpenFiles, segments: Segments, kernel: KernelTable, database: MountDatabase
 ) -> None:
     file = _file(open_files, segments)
-    kernel.refuses = True
-    with pytest.raises(OSError, match="not permitted"):
+    kernel.refuses = errno.ENOMEM
+    with pytest.raises(OSError, match="allocate memory"):
         open_files.open_handle(file, os.O_WRONLY, store_row=True)
     assert (file.lane, file.handles, file.writers, file.backing_id) == (Lane.NONE, 0, 0, None)
     assert (database.handles(), database.files(), len(open_files)) == ([], [], 0)
+
+
+@pytest.mark.parametrize("number", [errno.ELOOP, errno.EOPNOTSUPP, errno.EPERM])
+def test_where_the_kernel_backs_nothing_everything_is_served(
+    database: MountDatabase, segments: Segments, kernel: KernelTable, number: int
+) -> None:
+    refused: list[int | None] = []
+    open_files = OpenFiles(database, segments, kernel, lambda error: refused.append(error.errno))
+    kernel.refuses = number
+    first, second = _file(open_files, segments), _file(open_files, segments, 6)
+    for file in (first, second):
+        open_files.open_handle(file, os.O_WRONLY, store_row=True)
+        assert (file.lane, file.backing_id) == (Lane.SERVED, None)
+    open_files.try_passthrough()
+    assert refused == [number]
+    assert len(segments.all()) == 2
+
+
+def test_whether_the_kernel_backs_files_is_tried_with_one_that_goes(
+    open_files: OpenFiles, segments: Segments, kernel: KernelTable
+) -> None:
+    open_files.try_passthrough()
+    assert (kernel.given, kernel.files, segments.all()) == (1, {}, [])
 
 
 def test_the_lane_stays_until_the_last_handle_closes(open_files: OpenFiles, segments: Segments, kernel: KernelTable) -> None:

@@ -290,10 +290,12 @@ def test_a_damaged_record_is_an_error_of_its_file_and_the_mount_lives(start_clus
     assert (node.mountpoint / "other").read_bytes() == b"content"
     (node.mountpoint / "new").write_bytes(b"new")
     status = call(node.store / "run" / "mount.sock", {"do": "status"})
-    assert status["unexpected_errors"] >= 1
+    assert status["unexpected_errors"] == 0
+    (problem,) = status["problems"]
+    assert "fails its checksum" in problem
     log = (node.log / "mount.log").read_text()
-    assert "request_failed opcode=" in log
-    assert "Traceback" in log
+    assert "request_refused opcode=" in log
+    assert "Traceback" not in log
     assert node.processes.pids()["mount"] is not None
 
 

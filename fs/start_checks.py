@@ -1,0 +1,74 @@
+"""What is looked at before a node mounts anything: what its processes would else only find while programs wait in the mount."""
+
+import logging
+import os
+import re
+import socket
+from contextlib import closing
+
+from ckptfs.cache.errors import DamagedData, StoreError
+from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.sqlite_files import set_aside
+from ckptfs.cache.store import StoreDirectory
+from ckptfs.fs.config import ConfigurationError, NodeConfig
+from ckptfs.fs.process_start import write_pid_file
+from ckptfs.replication import small_copies
+
+log = logging.getLogger(__name__)
+
+PASSTHROUGH_SINCE = (6, 9)
+"""The first Linux whose FUSE passes reads and writes through."""
+
+
+def check_machine(config: NodeConfig) -> None:
+    """What the configuration asks of this machine, without touching anything. Raises `ConfigurationError`, `CodecUnavailable`."""
+    if config.mount.passthrough == "on":
+        if os.geteuid() != 0:
+            raise ConfigurationError('mount.passthrough: "on" needs root; with "auto" the node serves more slowly without it')
+        if (running := _kernel()) < PASSTHROUGH_SINCE:
+            raise ConfigurationError(
+                f'mount.passthrough: "on" needs Linux 6.9, this is {".".join(map(str, running))};'
+                ' with "auto" the node serves more slowly without it'
+            )
+    if config.protection.codec == "isa-l":
+        from ckptfs.replication.codec import choose_codec  # it brings numpy along, which this process never needs again
+
+        choose_codec("isa-l")
+    _check_address(config.node.listen)
+
+
+def check_store(store: StoreDirectory) -> int:
+    """Raises `StoreError` unless the node's processes can use the store, which is locked. A damaged `mount.db` is set aside.
+
+    Returns a revision that the catalog has had, 0 if none is known.
+    """
+    try:
+        write_pid_file(store.run, "supervisor")
+    except OSError as error:
+        raise StoreError(f"the store {store.path} can't be written to: {error.strerror}; nothing was mounted") from None
+    small_copies.check_format(store.small_copies_db)
+    Segments(store.segments).check_usable()
+    try:
+        with closing(MountDatabase(store.mount_db)) as database:
+            return int(database.fact(CATALOG_FACT) or 0)
+    except DamagedData as damage:
+        log.error("mount_db_set_aside as=%s: %s", set_aside(store.mount_db), damage)
+        return 0
+
+
+def _check_address(listen: str) -> None:
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ConfigurationError(
+                f"node.listen: {listen} can't be used: {error.strerror}; port 0 takes any that is free"
+            ) from None
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
