@@ -11,7 +11,8 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     s/<store>          Store              permanent
     l/<node>           Session            bound to the node's session
     h/<segment>/<store>  empty            programs on that store's node have another store's segment open
-    o/<node>/<unique>  bytes              result of a request not yet known to be answered
+    o/<node>/<unique>  CarriedOut         a request whose change is made and whose answer the kernel may not have yet; <unique> is
+                                          its number on the FUSE connection, 16 hex digits
     c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings)
 
 Values are msgpack arrays (msgspec `array_like` structs) whose first element is the record's format version. Readers
@@ -195,6 +196,13 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     incarnation: int
 
 
+class CarriedOut(msgspec.Struct, array_like=True, frozen=True):
+    """A request was carried out, on the FUSE connection of this incarnation of the node. Written with what it changed."""
+
+    format: int
+    incarnation: int
+
+
 class Settings(msgspec.Struct, array_like=True, frozen=True):
     """`c/settings`: what the whole cluster must agree on."""
 
@@ -205,11 +213,12 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
     cell_size: Annotated[int, _POSITIVE]
 
 
-Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
+Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
+    kind: msgspec.msgpack.Decoder(kind)
+    for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
 }
 
 
@@ -344,8 +353,24 @@ def session_key(node: NodeId) -> bytes:
     return b"l/" + node.encode()
 
 
+def answer_prefix(node: NodeId) -> bytes:
+    return b"o/%b/" % node.encode()
+
+
 def answer_key(node: NodeId, unique: int) -> bytes:
     return b"o/%b/%016x" % (node.encode(), unique)
+
+
+def unique_of_key(key: bytes) -> int:
+    """The request's number in an `answer_key`. Raises `DamagedData`."""
+    digits = key.split(b"/", 2)[-1]
+    try:
+        unique = int(digits.decode("ascii"), 16)
+    except ValueError:
+        unique = -1
+    if b"%016x" % max(unique, 0) != digits:
+        raise DamagedData(f"catalog key {key[:80]!r} names no request")
+    return unique
 
 
 FORMAT_KEY = b"c/format"

@@ -105,7 +105,8 @@ class DirectoryItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Namespace:
-    """The tree of one catalog, as seen and changed by one store's node.
+    """The tree of one catalog, as seen and changed by one store's node. `changes` is the engine that changes are committed
+    through, for one that adds something of its own to them; by default `kv`.
 
     Raises from `errors`: the `NamespaceError` that is the operation's errno, `CatalogUnavailable` if the engine can't be reached
     or the same operation kept losing to others, `DamagedData` if a record makes no sense.
@@ -118,9 +119,11 @@ class Namespace:
         incarnation: int,
         now_ns: Callable[[], int],
         *,
+        changes: KeyValue | None = None,
         make_vid: Callable[[], Vid] = new_vid,
     ) -> None:
         self.kv = kv
+        self._changes = changes or kv
         self._writer = Writer(store, incarnation)
         self.now_ns = now_ns
         self._make_vid = make_vid
@@ -284,7 +287,7 @@ class Namespace:
         ]
 
         async def attempt() -> tuple[InodeNumber, Inode]:
-            if (await self.kv.transact(compares, operations)).succeeded:
+            if (await self._changes.transact(compares, operations)).succeeded:
                 return ino, inode
             if await find_name(self.kv, parent, name) is not None:
                 raise NameExists(f"name {name!r} exists in directory {parent}")
@@ -329,7 +332,7 @@ class Namespace:
             now = self.now_ns()
             linked = msgspec.structs.replace(inode, nlink=inode.nlink + 1, ctime_ns=now)
             await commit(
-                self.kv,
+                self._changes,
                 [Unchanged(entry_key(parent, name), 0), Unchanged(inode_key(ino), revision), Present(inode_key(parent))],
                 [entry_put(parent, name, ino, inode.mode), Put(inode_key(ino), pack(linked)), touched(parent, now)],
             )
@@ -344,7 +347,7 @@ class Namespace:
         check_name(name)
         if name in (b".", b".."):
             raise IsADirectory(f"{name!r} is a directory")
-        return await repeated(lambda: attempt_unlink(self.kv, parent, name, self.now_ns()))
+        return await repeated(lambda: attempt_unlink(self._changes, parent, name, self.now_ns()))
 
     async def rmdir(self, parent: InodeNumber, name: bytes) -> None:
         """Remove an empty directory. Raises `NoSuchName`, `NotADirectory`, `DirectoryNotEmpty`; `InvalidMove` for `.`."""
@@ -360,7 +363,7 @@ class Namespace:
                 raise NotADirectory(f"name {name!r} in directory {parent} is not a directory")
             plan = await remove_directory(self.kv, parent, found.entry.ino)
             await commit(
-                self.kv,
+                self._changes,
                 [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
                 [Delete(entry_key(parent, name)), *plan.operations, touched(parent, self.now_ns())],
             )
@@ -381,13 +384,13 @@ class Namespace:
         `DirectoryNotEmpty`, `InvalidMove` for a directory below itself or impossible flags.
         """
         old, new = Place(old_parent, old_name), Place(new_parent, new_name)
-        return await repeated(lambda: attempt_rename(self.kv, old, new, RenameFlags(flags), self.now_ns()))
+        return await repeated(lambda: attempt_rename(self._changes, old, new, RenameFlags(flags), self.now_ns()))
 
     # Attributes
 
     async def set_attributes(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
         """Change some attributes; the inode afterwards. Raises `NoSuchName`; `NotPermitted` for a size of what has none."""
-        inode = await repeated(lambda: attempt_attributes(self.kv, ino, changes, self.now_ns(), self._writer.store))
+        inode = await repeated(lambda: attempt_attributes(self._changes, ino, changes, self.now_ns(), self._writer.store))
         return await self._with_times(ino, inode) if inode.is_directory else inode
 
     async def set_xattr(
@@ -398,8 +401,8 @@ class Namespace:
         flags: XattrFlags = XattrFlags(0),  # noqa: B008 (an immutable value)
     ) -> None:
         """Raises `NameExists` (CREATE), `NoSuchAttribute` (REPLACE), `AttributesTooLarge`, `NameTooLong`, `NoSuchName`."""
-        await repeated(lambda: attempt_set_xattr(self.kv, ino, name, value, XattrFlags(flags), self.now_ns()))
+        await repeated(lambda: attempt_set_xattr(self._changes, ino, name, value, XattrFlags(flags), self.now_ns()))
 
     async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
         """Raises `NoSuchAttribute`, `NoSuchName`."""
-        await repeated(lambda: attempt_remove_xattr(self.kv, ino, name, self.now_ns()))
+        await repeated(lambda: attempt_remove_xattr(self._changes, ino, name, self.now_ns()))

@@ -28,9 +28,9 @@ class FileRecords:
         if changes.atime_ns is None and changes.mtime_ns is None:
             return await self._change(ino, changes)
         async with self._open_files.alone(ino):
-            record = await self._change(ino, changes)
+            # The record last: with it a request counts as carried out, and is not repeated after a kill.
             self._set_times(ino, changes)
-            return record
+            return await self._change(ino, changes)
 
     async def _change(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
         file = self._open_files.get(ino)

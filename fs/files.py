@@ -88,33 +88,36 @@ class FileOperations:
         flags, mode, _umask, _ = fuse.CREATE_IN.unpack_from(body)
         name = bytes(body[fuse.CREATE_IN.size : -1])
         parent = InodeNumber(header.nodeid)
+        if (repeated := self._open_files.opened_before(header.unique)) is not None:
+            ino = repeated.file.ino
+            return await self._view.entry(ino, await self._view.current(ino)) + _open_reply(repeated)
         try:
             file, inode = await self._make(parent, name, mode, header.uid, header.gid)
         except NameExists:
             ino, inode = await self._namespace.lookup(parent, name)
-            if inode.open is None or not await self._drop_unfinished(ino):
+            if inode.open is None or not await self.drop_unfinished(ino):
                 if flags & os.O_EXCL:
                     raise
                 # Another node made the name after this kernel had looked it up.
-                handle = await self._open(ino, flags, header.uid)
+                handle = await self._open(header, ino, flags)
                 return await self._view.entry(ino, inode) + _open_reply(handle)
             file, inode = await self._make(parent, name, mode, header.uid, header.gid)
         try:
-            handle = self._open_files.open_handle(file, flags, store_row=True)
+            handle = self._open_files.open_handle(header.unique, file, flags, store_row=True)
         except OSError:
             self.removed(await self._namespace.unlink(parent, name))
             raise
         return await self._view.entry(file.ino, inode) + _open_reply(handle)
 
-    def _open_handle_for_writing(self, file: FileInUse, flags: int) -> Handle:
+    def _open_handle_for_writing(self, unique: int, file: FileInUse, flags: int) -> Handle:
         try:
-            return self._open_files.open_handle(file, flags, store_row=True)
+            return self._open_files.open_handle(unique, file, flags, store_row=True)
         except OSError:
             if not file.writers:  # nobody will close it
                 self._settler.closed(file)
             raise
 
-    async def _drop_unfinished(self, ino: InodeNumber) -> bool:
+    async def drop_unfinished(self, ino: InodeNumber) -> bool:
         """Drop a version that an earlier daemon was killed in the making of; says whether there was one.
 
         Nobody was given a handle of it, because its row in `mount.db` is written before the answer, and its segment is empty. The
@@ -158,15 +161,16 @@ class FileOperations:
 
     async def open(self, header: RequestHeader, body: memoryview) -> bytes:
         flags, _ = fuse.OPEN_IN.unpack_from(body)
-        return _open_reply(await self._open(InodeNumber(header.nodeid), flags, header.uid))
+        repeated = self._open_files.opened_before(header.unique)
+        return _open_reply(repeated or await self._open(header, InodeNumber(header.nodeid), flags))
 
-    async def _open(self, ino: InodeNumber, flags: int, uid: int) -> Handle:
+    async def _open(self, header: RequestHeader, ino: InodeNumber, flags: int) -> Handle:
         writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
             if flags & os.O_TRUNC:
                 self._truncate(file, 0)
-            return self._open_files.open_handle(file, flags, store_row=False)
+            return self._open_files.open_handle(header.unique, file, flags, store_row=False)
         try:
             inode = await self._namespace.inode(ino)
         except NoSuchName:
@@ -174,17 +178,17 @@ class FileOperations:
         if not inode.is_regular:
             raise OSError(errno.EINVAL, "only regular files are opened here")
         if not writes:
-            if inode.open is not None and file is None and await self._drop_unfinished(ino):
+            if inode.open is not None and file is None and await self.drop_unfinished(ino):
                 raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
             file = await self._for_reading(ino, inode)
             file.record = inode
-            return self._open_files.open_handle(file, flags, store_row=False)
-        if inode.open is not None and file is None and await self._drop_unfinished(ino):
+            return self._open_files.open_handle(header.unique, file, flags, store_row=False)
+        if inode.open is not None and file is None and await self.drop_unfinished(ino):
             raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
-        if uid != 0:
+        if header.uid != 0:
             await self._records.clear_privileges(ino, inode)
         file = await self.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
-        handle = self._open_handle_for_writing(file, flags)
+        handle = self._open_handle_for_writing(header.unique, file, flags)
         if not handle.writable:  # O_RDONLY | O_TRUNC
             self._settler.closed(file)
         return handle

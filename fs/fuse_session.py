@@ -121,6 +121,8 @@ class FuseSession:
         self._last_request = 0.0
         self._unexpected_errors = 0
         self._ended = trio.Event()
+        self.caught_up = trio.Event()
+        """Set once there was nothing to read: every request that an earlier daemon left unanswered has come again by then."""
 
     def statistics(self) -> SessionStatistics:
         return SessionStatistics(self._requests, self._unexpected_errors)
@@ -167,7 +169,10 @@ class FuseSession:
                     received = self._read()
                     if received is not None:
                         await self._handle(*received, give_up_baton)
-                    if self._ended.is_set() or not (holds and self._more_soon()):
+                    if self._ended.is_set() or not holds:
+                        break
+                    if not self._more_soon():
+                        self.caught_up.set()
                         break
                     if holds and time.monotonic() > turn_ends:
                         await trio.lowlevel.checkpoint()

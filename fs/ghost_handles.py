@@ -1,8 +1,8 @@
 """Handles that only `mount.db` knows: their open was carried out, but the process was killed before the kernel had the answer.
 
-The kernel sends such a request again and is given another handle, or the program was killed and it forgets the request; either
-way nobody ever releases the first one, and its file would stay `open` for ever. In the passthrough lane the lease tells the
-truth: when nothing can write to the segment, no handle for writing is real.
+The kernel sends such a request again and is given the same handle, unless the program was killed: then nobody ever releases it,
+and its file would stay `open` for ever. In the passthrough lane the lease tells the truth: when nothing can write to the
+segment, no handle for writing is real.
 """
 
 import logging
@@ -22,7 +22,10 @@ LOOK_SECONDS = 10.0
 
 
 async def close_ghosts(open_files: OpenFiles, settler: Settler) -> None:
-    """Look at the handles that were taken up from an earlier process until each was released, or found to be a ghost."""
+    """Look at the handles that were taken up from an earlier process until each was released, or found to be a ghost.
+
+    Called when every request that was unanswered at the start has come again.
+    """
     await trio.sleep(FIRST_LOOK_SECONDS)
     while restored := open_files.restored_writers():
         for handle in restored:

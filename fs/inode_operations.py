@@ -14,6 +14,7 @@ from ckptfs.fs.file_records import FileRecords, without_privileges
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader, SetattrField
 from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.repeats import Repeats, done
 
 NAMESPACES = (b"user.", b"trusted.", b"security.")
 VALUE_SIZE_MAX = 64 << 10
@@ -30,6 +31,7 @@ class InodeOperations:
         view: AttributeView,
         records: FileRecords,
         files: FileOperations,
+        repeats: Repeats,
         store: Path,
         withheld_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -38,17 +40,18 @@ class InodeOperations:
         self._view = view
         self._records = records
         self._files = files
+        self._once = repeats.once
         self._store = store
         self._withheld_bytes = withheld_bytes
 
     def handlers(self) -> dict[int, Handler]:
         return {
             Opcode.GETATTR: self.getattr,
-            Opcode.SETATTR: self.setattr,
+            Opcode.SETATTR: self._once(self.setattr, self.getattr),
             Opcode.GETXATTR: self.getxattr,
-            Opcode.SETXATTR: self.setxattr,
+            Opcode.SETXATTR: self._once(self.setxattr, done),
             Opcode.LISTXATTR: self.listxattr,
-            Opcode.REMOVEXATTR: self.removexattr,
+            Opcode.REMOVEXATTR: self._once(self.removexattr, done),
             Opcode.STATFS: self.statfs,
         }
 
@@ -82,6 +85,7 @@ class InodeOperations:
             mtime_ns=mtime_ns,
             ctime_ns=now,
         )
+        # Last: with the record the request counts as carried out.
         return await self._view.attr(ino, await self._records.change(ino, changes))
 
     async def getxattr(self, header: RequestHeader, body: memoryview) -> bytes:

@@ -52,6 +52,7 @@ from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
@@ -106,7 +107,9 @@ class MountProcess:
 
     async def run(self) -> None:
         store, config = self._store, self._config
-        namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns)
+        repeats = Repeats(self._kv, config.node_id, self._incarnation)
+        await repeats.load()
+        namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
         settings = await namespace.settings()
         store.join(settings.cluster, config.catalog_path)
@@ -147,15 +150,20 @@ class MountProcess:
             reclaimer,
             store.store_id,
         )
-        names = NameOperations(namespace, view, files)
-        inodes = InodeOperations(namespace, view, records, files, store.path, self._space.withheld_bytes)
+
+        def was_carried_out(unique: int) -> bool:
+            return repeats.was_carried_out(unique) or open_files.handle(unique) is not None
+
+        names = NameOperations(namespace, view, files, repeats)
+        inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
             self._device,
-            self._space.guarded(names.handlers() | files.handlers() | inodes.handlers()),
+            self._space.guarded(names.handlers() | files.handlers() | inodes.handlers(), was_carried_out),
             allow_passthrough=may_pass,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
+            on_answered=repeats.answered,
         )
         if session.negotiated is not None:
             self._negotiated(session.negotiated, open_files)
@@ -188,7 +196,7 @@ class MountProcess:
             nursery.start_soon(self._wake_agent, False)
             nursery.start_soon(self._sweep.run)
             nursery.start_soon(self._release.run)
-            nursery.start_soon(close_ghosts, open_files, settler)
+            nursery.start_soon(self._let_go_of_earlier, repeats)
             nursery.start_soon(self._try_passthrough, open_files)
             await nursery.start(serve, store.mount_socket, self.answer)
             is_ready(store.run, "mount")
@@ -220,6 +228,12 @@ class MountProcess:
         if self._config.mount.passthrough == "on":
             end_for_good(self._store.run, "mount", f'mount.passthrough is "on", but {reason}; "auto" would serve')
         log.warning("lane=served reason=%s", reason)
+
+    async def _let_go_of_earlier(self, repeats: Repeats) -> None:
+        """What an earlier process left for requests that come again, once all of them have come."""
+        await self._session.caught_up.wait()
+        repeats.all_repeated()
+        await close_ghosts(self._open_files, self._settler)
 
     async def _end_on_signal(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM) as signals:

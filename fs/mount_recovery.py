@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
-from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.errors import DamagedData, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, segment_made_at
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
@@ -101,6 +101,7 @@ class MountRecovery:
         version = await self._versions.version(row.vid)
         if version is None and not row.orphan:
             row, version = await self._carried_on(row)
+        nameless = version is None or row.state is FileState.ORPHAN or not await self._has_name(row.ino)
         if version is not None and version.state is VersionState.OPEN and power_was_cut and not version.durable:
             await self._versions.drop_open(row.ino, row.vid)
             log.warning(
@@ -111,7 +112,7 @@ class MountRecovery:
             return self._gone(row, row.segment)
         if version is None and not in_use:
             return self._gone(row, row.segment)
-        if row.state is FileState.ORPHAN and not in_use:
+        if nameless and not in_use:
             return self._gone(row, None)  # the file that replaced it may fall back to these bytes
         if version is not None and version.state in (VersionState.LOCAL, VersionState.PROTECTED) and not in_use:
             self._sealed(row, version)
@@ -123,7 +124,6 @@ class MountRecovery:
                 await self._versions.drop_open(row.ino, row.vid)
                 log.error("segment_missing inode=%d segment=%s: the open version is dropped", row.ino, row.segment.hex())
             return self._gone(row, None)
-        nameless = version is None or row.state is FileState.ORPHAN
         state = FileState.ORPHAN if version is None or nameless else _STATES.get(version.state, FileState.PROTECTED)
         file = FileInUse(
             row.ino, state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
@@ -133,6 +133,18 @@ class MountRecovery:
         elif version is not None and version.durable:
             file.durable_vid = row.vid
         self._open_files.add(file)
+        if nameless and row.state is not FileState.ORPHAN:
+            self._database.put_file(self._open_files.row(file))
+        return True
+
+    async def _has_name(self, ino: InodeNumber) -> bool:
+        """False for a file whose last name went just before the kill, also where its version outlives it."""
+        try:
+            await self._namespace.inode(ino)
+        except NoSuchName:
+            return False
+        except DamagedData:  # an error of this file, not of the mount
+            return True
         return True
 
     async def _add_unknown(self) -> None:

@@ -1,13 +1,15 @@
 """Operations on names: what leads to an inode, and what makes, moves and removes that."""
 
+import contextlib
 import errno
 import stat
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 
-from ckptfs.cache.errors import DamagedData, NoSuchName
+from ckptfs.cache.errors import DamagedData, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.namespace import DirectoryItem, Namespace
 from ckptfs.cache.rename import RenameFlags
@@ -16,6 +18,7 @@ from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.repeats import Repeats, done
 
 _cookie = attrgetter("cookie")
 _NO_ENTRY = bytes(fuse.ENTRY_OUT.size + fuse.ATTRIBUTES.size)
@@ -24,10 +27,11 @@ _NO_ENTRY = bytes(fuse.ENTRY_OUT.size + fuse.ATTRIBUTES.size)
 class NameOperations:
     """LOOKUP, MKNOD, MKDIR, SYMLINK, LINK, READLINK, UNLINK, RMDIR, RENAME, and directories read."""
 
-    def __init__(self, namespace: Namespace, view: AttributeView, files: FileOperations) -> None:
+    def __init__(self, namespace: Namespace, view: AttributeView, files: FileOperations, repeats: Repeats) -> None:
         self._namespace = namespace
         self._view = view
         self._files = files
+        self._once = repeats.once
         self._listings: dict[int, list[DirectoryItem]] = {}
         self._next_listing = namespace.now_ns()  # no number of an earlier daemon, whose listings the kernel may still read from
 
@@ -36,15 +40,15 @@ class NameOperations:
             Opcode.LOOKUP: self.lookup,
             Opcode.FORGET: self.forget,
             Opcode.BATCH_FORGET: self.forget,
-            Opcode.MKNOD: self.mknod,
-            Opcode.MKDIR: self.mkdir,
-            Opcode.SYMLINK: self.symlink,
+            Opcode.MKNOD: self._once(self.mknod, self.mknod_again),
+            Opcode.MKDIR: self._once(self.mkdir, partial(self.made, fuse.MKDIR_IN.size)),
+            Opcode.SYMLINK: self._once(self.symlink, partial(self.made, 0)),
             Opcode.READLINK: self.readlink,
-            Opcode.LINK: self.link,
-            Opcode.UNLINK: self.unlink,
-            Opcode.RMDIR: self.rmdir,
-            Opcode.RENAME: self.rename,
-            Opcode.RENAME2: self.rename2,
+            Opcode.LINK: self._once(self.link, partial(self.made, fuse.LINK_IN.size)),
+            Opcode.UNLINK: self._once(self.unlink, done),
+            Opcode.RMDIR: self._once(self.rmdir, done),
+            Opcode.RENAME: self._once(self.rename, done),
+            Opcode.RENAME2: self._once(self.rename2, done),
             Opcode.OPENDIR: self.opendir,
             Opcode.READDIR: self.readdir,
             Opcode.READDIRPLUS: self.readdirplus,
@@ -66,6 +70,26 @@ class NameOperations:
         if stat.S_ISREG(mode):
             return await self._files.make_empty(parent, name, mode, header.uid, header.gid)
         ino, inode = await self._namespace.make_node(parent, name, mode, rdev, header.uid, header.gid)
+        return await self._view.entry(ino, inode)
+
+    async def mknod_again(self, header: RequestHeader, body: memoryview) -> bytes:
+        """A regular file may have been given its name and nothing else."""
+        if stat.S_ISREG(fuse.MKNOD_IN.unpack_from(body)[0]):
+            with contextlib.suppress(NoSuchName):
+                ino, _ = await self._namespace.lookup(InodeNumber(header.nodeid), bytes(body[fuse.MKNOD_IN.size : -1]))
+                if await self._files.drop_unfinished(ino):
+                    return await self.mknod(header, body)
+        return await self.made(fuse.MKNOD_IN.size, header, body)
+
+    async def made(self, name_begins: int, header: RequestHeader, body: memoryview) -> bytes:
+        """The answer of a request that made this name, when it was carried out before."""
+        name = bytes(body[name_begins:]).partition(b"\0")[0]
+        try:
+            ino, inode = await self._namespace.lookup(InodeNumber(header.nodeid), name)
+        except NoSuchName:
+            raise NameMoved(
+                f"name {name!r} was made, and taken away by another node since: the program's call begins again"
+            ) from None
         return await self._view.entry(ino, inode)
 
     async def mkdir(self, header: RequestHeader, body: memoryview) -> bytes:

@@ -7,8 +7,8 @@ the other lane with EIO. The table is the process's memory of `mount.db`; what m
 import contextlib
 import enum
 import errno
+import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from ckptfs.cache.ids import InodeNumber, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import Segments
 from ckptfs.fs.backing import BackingFiles
+
+log = logging.getLogger(__name__)
 
 NAMELESS = Inode(FORMAT_VERSION, 0o100600, 0, 0, 0, 0, 0, nlink=0)
 """A removed file whose record nobody wrote down before the process died."""
@@ -81,7 +83,7 @@ class FileInUse:
 
 @dataclass(slots=True)
 class Handle:
-    """What one `fh` stands for."""
+    """What one `fh` stands for. `restored`: an earlier process opened it, and nothing shows yet that the kernel knows it."""
 
     fh: int
     file: FileInUse
@@ -110,8 +112,6 @@ class OpenFiles:
         self._locks: dict[InodeNumber, trio.Lock] = {}
         self.releasing: set[SegmentId] = set()
         """Segments that nobody may open any more: their bytes are read from shards."""
-        # Greater than any an earlier daemon of this boot gave out; what is older no kernel holds. So nothing is written down.
-        self._next_fh = time.monotonic_ns()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -199,11 +199,6 @@ class OpenFiles:
                     in_use.add(file.vid)
         return in_use
 
-    def new_fh(self) -> int:
-        """A handle number that was never used on this connection."""
-        self._next_fh += 1
-        return self._next_fh - 1
-
     def row(self, file: FileInUse, size: int = 0) -> FileRow:
         """The file's row in `mount.db`. Only for files whose home is here."""
         assert file.segment is not None
@@ -212,9 +207,11 @@ class OpenFiles:
             file.ino, file.vid, file.segment, file.state, size, file.exposed_ns, file.backing_id, file.path_hint, orphan
         )
 
-    def open_handle(self, file: FileInUse, flags: int, *, store_row: bool) -> Handle:
+    def open_handle(self, unique: int, file: FileInUse, flags: int, *, store_row: bool) -> Handle:
         """Give the file one more handle; the first one chooses the lane. With `store_row` the file's row is written too.
 
+        The handle's number is that of the request it is opened for: so it is never used again on the connection, and a request
+        that is repeated finds what its first carrying out has opened (`opened_before`).
         Raises `OSError` if the kernel refuses the backing file; then nothing changed.
         """
         if file.handles == 0:
@@ -228,7 +225,7 @@ class OpenFiles:
                     lane = Lane.PASSTHROUGH
             file.lane = lane
         writable = flags & os.O_ACCMODE != os.O_RDONLY
-        handle = Handle(self.new_fh(), file, flags, writable)
+        handle = Handle(unique, file, flags, writable)
         row = HandleRow(handle.fh, file.ino, flags, file.lane)
         if store_row and file.is_home:
             self._database.put_file(self.row(file), row)
@@ -240,6 +237,14 @@ class OpenFiles:
         self._handles[handle.fh] = handle
         file.handles += 1
         file.writers += writable
+        return handle
+
+    def opened_before(self, unique: int) -> Handle | None:
+        """The handle that an earlier process opened for this request and was killed before the kernel had the answer, or None."""
+        handle = self._handles.get(unique)
+        if handle is not None:
+            handle.restored = False
+            log.info("opened_again inode=%d fh=%d", handle.file.ino, handle.fh)
         return handle
 
     def restore_handle(self, row: HandleRow, file: FileInUse) -> None:

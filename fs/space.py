@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,14 @@ class Space:
         self._room = room_at(store)
         self.shortage = ""
 
-    def guarded(self, handlers: dict[int, Handler]) -> dict[int, Handler]:
-        """The handlers, those that make new names only while there is room."""
-        return handlers | {opcode: self._guard(handlers[opcode]) for opcode in MAKES_NAMES}
+    def guarded(self, handlers: dict[int, Handler], was_carried_out: Callable[[int], bool]) -> dict[int, Handler]:
+        """The handlers, those that make new names only while there is room, or `was_carried_out` knows the request's number."""
+        return handlers | {opcode: self._guard(handlers[opcode], was_carried_out) for opcode in MAKES_NAMES}
 
-    def _guard(self, handler: Handler) -> Handler:
+    def _guard(self, handler: Handler, was_carried_out: Callable[[int], bool]) -> Handler:
         async def handle(header: RequestHeader, body: memoryview) -> bytes | None:
-            self.require_room()
+            if not was_carried_out(header.unique):
+                self.require_room()
             return await handler(header, body)
 
         return handle

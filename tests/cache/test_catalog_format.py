@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptfs.cache import catalog_format as fmt
 from ckptfs.cache.catalog_format import (
     NO_SEGMENT,
+    CarriedOut,
     DirectoryEntry,
     DirectoryTimes,
     Inode,
@@ -131,9 +132,10 @@ VECTORS: dict[str, tuple[Any, str]] = {
         "9701a66e6f64652d3101ae3132372e302e302e313a37303030ab2f6e766d652f73746f726581a47261636ba27231c40463657274",
     ),
     "session": (Session(1, S, 42), "9301c410535353535353535353535353535353532a"),
+    "carried out": (CarriedOut(1, 42), "92012a"),
     "settings": (Settings(1, b"C" * 16, 4, 2, 1 << 20), "9501c410434343434343434343434343434343430402ce00100000"),
 }
-KINDS: tuple[Any, ...] = (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, Settings)
+KINDS: tuple[Any, ...] = (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
 
 
 @pytest.mark.parametrize("name", VECTORS)
@@ -155,6 +157,7 @@ def test_golden_keys() -> None:
     assert fmt.store_key(S) == b"s/53535353535353535353535353535353"
     assert fmt.session_key(NodeId("node-1")) == b"l/node-1"
     assert fmt.answer_key(NodeId("node-1"), 10) == b"o/node-1/000000000000000a"
+    assert fmt.answer_prefix(NodeId("node-1")) == b"o/node-1/"
     assert [fmt.FORMAT_KEY, fmt.INODE_BLOCK_KEY, fmt.DIRECTORY_MOVE_KEY, fmt.SETTINGS_KEY] == [
         b"c/format",
         b"c/ino",
@@ -173,6 +176,7 @@ def test_keys_can_be_read_back(identifier: bytes, directory: int, name: bytes) -
     assert fmt.vid_of_key(fmt.version_key(Vid(identifier))) == identifier
     assert fmt.store_of_key(fmt.store_key(StoreId(identifier))) == identifier
     assert fmt.entry_of_key(fmt.entry_key(InodeNumber(directory), name)) == (directory, name)
+    assert fmt.unique_of_key(fmt.answer_key(NodeId("node-1"), directory)) == directory
 
 
 @given(st.binary(max_size=60))
@@ -181,6 +185,7 @@ def test_other_keys_are_damaged(tail: bytes) -> None:
         (b"v/", fmt.vid_of_key, fmt.version_key),
         (b"s/", fmt.store_of_key, fmt.store_key),
         (b"d/", fmt.entry_of_key, lambda found: fmt.entry_key(*found)),
+        (b"o/node-1/", fmt.unique_of_key, lambda found: fmt.answer_key(NodeId("node-1"), found)),
     )
     for prefix, read, write in readers:
         try:

@@ -5,9 +5,10 @@ so that bytes of another node are unreachable. `kill` leaves what a killed proce
 """
 
 import errno
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.settle import Settler
 from ckptfs.replication.codec import choose_codec
@@ -114,16 +116,30 @@ class BareNode:
     files: FileOperations
     names: NameOperations
     inodes: InodeOperations
+    repeats: Repeats
+    uniques: Iterator[int]
     told: list[str]
     catalog: Path
     alive: bool = True
 
-    async def ask(self, opcode: int, ino: int, body: bytes = b"", *, unique: int = 2, uid: int = 0, gid: int = 0) -> bytes:
+    async def ask(
+        self, opcode: int, ino: int, body: bytes = b"", *, unique: int | None = None, uid: int = 0, gid: int = 0
+    ) -> bytes:
+        """The answer to a request. The kernel is told it, unless the request has a number of its own: see `tell`."""
         handlers = self.names.handlers() | self.files.handlers() | self.inodes.handlers()
-        header = RequestHeader(fuse.IN_HEADER.size + len(body), opcode, unique, ino, uid, gid, 1, 0, 0)
-        with memoryview(body) as view:
-            answer = await handlers[opcode](header, view)
+        number = next(self.uniques) if unique is None else unique
+        header = RequestHeader(fuse.IN_HEADER.size + len(body), opcode, number, ino, uid, gid, 1, 0, 0)
+        try:
+            with memoryview(body) as view:
+                answer = await handlers[opcode](header, view)
+        finally:
+            if unique is None:
+                self.tell(number)
         return answer or b""
+
+    def tell(self, unique: int) -> None:
+        """The kernel takes the answer to the request of this number."""
+        self.repeats.answered(unique)
 
     async def errno(self, awaitable: Awaitable[object]) -> str:
         """The name of the error a request got; "" if it got none."""
@@ -254,12 +270,15 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
     nodes: list[BareNode] = []
     clients: list[LocalClient] = []
     now_ns = Clock()
+    uniques = itertools.count(2, 2)
 
     async def start(name: str = "a", *, incarnation: int = 1) -> BareNode:
         store = StoreDirectory.create_or_open(tmp_path / name, NodeId(name))
         kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label=name)
-        namespace = Namespace(kv, store.store_id, incarnation, now_ns)
+        repeats = Repeats(kv, NodeId(name), incarnation)
+        namespace = Namespace(kv, store.store_id, incarnation, now_ns, changes=repeats.changes)
         settings = await namespace.format_if_empty(Settings(FORMAT_VERSION, bytes(16), 4, 2, CELL))
+        await repeats.load()
         versions = Versions(kv, store.store_id, incarnation, now_ns)
         segments = Segments(store.segments)
         database = MountDatabase(store.mount_db)
@@ -299,8 +318,10 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 reclaimer,
                 holds,
                 files,
-                NameOperations(namespace, view, files),
-                InodeOperations(namespace, view, records, files, store.path),
+                NameOperations(namespace, view, files, repeats),
+                InodeOperations(namespace, view, records, files, repeats, store.path),
+                repeats,
+                uniques,
                 told,
                 tmp_path / "catalog.db",
             )

@@ -1,6 +1,7 @@
 """The table of files in use: lanes, backing ids, handles, and descriptors that live as long as somebody needs them."""
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +16,8 @@ from ckptfs.cache.mount_db import FileState, HandleRow, MountDatabase
 from ckptfs.cache.segments import Segments
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.open_files import FileInUse, Lane, OpenFiles
+
+_uniques = itertools.count(2, 2)
 
 
 class KernelTable(BackingFiles):
@@ -82,8 +85,8 @@ def test_the_first_handle_registers_the_file_and_the_last_gives_the_id_back(
     open_files: OpenFiles, segments: Segments, kernel: KernelTable, database: MountDatabase
 ) -> None:
     file = _file(open_files, segments)
-    first = open_files.open_handle(file, os.O_WRONLY, store_row=True)
-    second = open_files.open_handle(file, os.O_RDONLY, store_row=False)
+    first = open_files.open_handle(next(_uniques), file, os.O_WRONLY, store_row=True)
+    second = open_files.open_handle(next(_uniques), file, os.O_RDONLY, store_row=False)
     assert (file.lane, file.handles, file.writers, file.backing_id) == (Lane.PASSTHROUGH, 2, 1, 1)
     assert kernel.given == 1
     assert database.handles() == [
@@ -106,7 +109,7 @@ def test_a_reader_of_a_local_file_has_its_backing_id_written_down(
     open_files: OpenFiles, segments: Segments, database: MountDatabase
 ) -> None:
     file = _file(open_files, segments, state=FileState.LOCAL)
-    open_files.open_handle(file, os.O_RDONLY, store_row=False)
+    open_files.open_handle(next(_uniques), file, os.O_RDONLY, store_row=False)
     row = database.file(file.ino)
     assert row is not None
     assert row.backing_id == file.backing_id == 1
@@ -118,7 +121,7 @@ def test_what_the_kernel_refuses_changes_nothing(
     file = _file(open_files, segments)
     kernel.refuses = errno.ENOMEM
     with pytest.raises(OSError, match="allocate memory"):
-        open_files.open_handle(file, os.O_WRONLY, store_row=True)
+        open_files.open_handle(next(_uniques), file, os.O_WRONLY, store_row=True)
     assert (file.lane, file.handles, file.writers, file.backing_id) == (Lane.NONE, 0, 0, None)
     assert (database.handles(), database.files(), len(open_files)) == ([], [], 0)
 
@@ -132,7 +135,7 @@ def test_where_the_kernel_backs_nothing_everything_is_served(
     kernel.refuses = number
     first, second = _file(open_files, segments), _file(open_files, segments, 6)
     for file in (first, second):
-        open_files.open_handle(file, os.O_WRONLY, store_row=True)
+        open_files.open_handle(next(_uniques), file, os.O_WRONLY, store_row=True)
         assert (file.lane, file.backing_id) == (Lane.SERVED, None)
     open_files.try_passthrough()
     assert refused == [number]
@@ -148,22 +151,22 @@ def test_whether_the_kernel_backs_files_is_tried_with_one_that_goes(
 
 def test_the_lane_stays_until_the_last_handle_closes(open_files: OpenFiles, segments: Segments, kernel: KernelTable) -> None:
     file = _remote(open_files)
-    reader = open_files.open_handle(file, os.O_RDONLY, store_row=False)
+    reader = open_files.open_handle(next(_uniques), file, os.O_RDONLY, store_row=False)
     mine = _file(open_files, segments)
     file.segment, file.descriptor = mine.segment, os.dup(mine.descriptor or 0)  # this node became its home
-    writer = open_files.open_handle(file, os.O_WRONLY, store_row=True)
+    writer = open_files.open_handle(next(_uniques), file, os.O_WRONLY, store_row=True)
     assert (file.lane, kernel.files) == (Lane.SERVED, {})
     open_files.close_handle(reader)
     open_files.close_handle(writer)
     assert file.handles == 0
-    open_files.open_handle(file, os.O_RDONLY, store_row=False)
+    open_files.open_handle(next(_uniques), file, os.O_RDONLY, store_row=False)
     assert kernel.files
 
 
 def test_a_kernel_without_passthrough_is_served(open_files: OpenFiles, segments: Segments, kernel: KernelTable) -> None:
     open_files.serve_only()
     file = _file(open_files, segments)
-    handle = open_files.open_handle(file, os.O_RDWR, store_row=True)
+    handle = open_files.open_handle(next(_uniques), file, os.O_RDWR, store_row=True)
     assert (file.lane, file.backing_id, kernel.given) == (Lane.SERVED, None, 0)
     descriptor = open_files.writing_descriptor(file)
     assert open_files.writing_descriptor(file) == descriptor
@@ -180,24 +183,15 @@ def test_a_kernel_without_passthrough_is_served(open_files: OpenFiles, segments:
 )
 def test_who_writes(open_files: OpenFiles, segments: Segments, flags: int, writes: bool) -> None:
     file = _file(open_files, segments)
-    assert open_files.open_handle(file, flags, store_row=True).writable is writes
+    assert open_files.open_handle(next(_uniques), file, flags, store_row=True).writable is writes
     assert file.writers == int(writes)
-
-
-def test_numbers_of_handles_are_never_given_again(database: MountDatabase, segments: Segments) -> None:
-    given = []
-    for _ in range(3):
-        table = OpenFiles(database, segments, None)
-        given += [table.new_fh() for _ in range(10)]
-    assert len(set(given)) == len(given)
-    assert given == sorted(given)
 
 
 def test_a_protected_file_in_use_keeps_its_row_until_it_is_closed(
     open_files: OpenFiles, segments: Segments, database: MountDatabase
 ) -> None:
     file = _file(open_files, segments, state=FileState.LOCAL)
-    handle = open_files.open_handle(file, os.O_RDONLY, store_row=True)
+    handle = open_files.open_handle(next(_uniques), file, os.O_RDONLY, store_row=True)
     database.set_protected([file.vid], open_files.protected({file.vid}))
     assert file.state is FileState.PROTECTED
     row = database.file(file.ino)

@@ -519,32 +519,6 @@ async def test_a_file_made_just_before_a_kill_can_be_used_after_it(start_node: S
         assert await node.state(ino) is VersionState.LOCAL
 
 
-REPEATED: dict[str, tuple[int, bytes]] = {
-    "create": (Opcode.CREATE, fuse.CREATE_IN.pack(os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o100644, 0, 0) + b"new\0"),
-    "mkdir": (Opcode.MKDIR, fuse.MKDIR_IN.pack(0o755, 0) + b"new\0"),
-    "symlink": (Opcode.SYMLINK, b"new\0target\0"),
-    "unlink": (Opcode.UNLINK, b"file\0"),
-    "rename": (Opcode.RENAME2, fuse.RENAME2_IN.pack(ROOT, 0, 0) + b"file\0new\0"),
-    "rmdir": (Opcode.RMDIR, b"directory\0"),
-}
-
-
-@pytest.mark.xfail(reason="results of requests that were not answered are not kept", strict=True)
-@pytest.mark.parametrize("what", REPEATED)
-async def test_a_request_the_kernel_sends_again_after_a_kill_has_one_effect_and_the_same_answer(
-    start_node: StartNode, what: str
-) -> None:
-    """The daemon was killed between the commit and the answer: the program must not hear that its name exists, or does not."""
-    node = await start_node()
-    await node.save(b"file", b"content")
-    await node.mkdir(b"directory")
-    opcode, body = REPEATED[what]
-    await node.ask(opcode, ROOT, body, unique=1234)
-    node.kill()
-    node = await start_node()
-    assert await node.errno(node.ask(opcode, ROOT, body, unique=1234)) == ""
-
-
 async def test_a_file_rewritten_elsewhere_under_a_reader_is_never_opened_as_it_was(start_node: StartNode) -> None:
     node = await start_node()
     ino = await node.save(b"file", b"old")

@@ -216,7 +216,7 @@ async def test_what_is_open_again_removed_or_nameless_is_left_alone(bench: Bench
     files = [await bench.file(b"%d" % number) for number in range(3)]
     for file in files:
         bench.settler.closed(file)
-    handle = bench.open_files.open_handle(files[0], os.O_WRONLY, store_row=True)
+    handle = bench.open_files.open_handle(2, files[0], os.O_WRONLY, store_row=True)
     bench.open_files.drop(files[1])
     files[2].orphan = await bench.namespace.inode(files[2].ino)
     await bench.settler.settle_due(everything=True)
@@ -315,7 +315,7 @@ async def test_a_seal_the_disk_refuses_is_loud_final_and_nobody_else_s(bench: Be
 
 async def test_a_file_with_readers_stays_in_the_table(bench: Bench) -> None:
     file = await bench.file(b"file")
-    handle = bench.open_files.open_handle(file, os.O_RDONLY, store_row=False)
+    handle = bench.open_files.open_handle(2, file, os.O_RDONLY, store_row=False)
     bench.settler.closed(file)
     await bench.settler.settle_due(everything=True)
     assert file.state is FileState.LOCAL

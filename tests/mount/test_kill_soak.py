@@ -1,0 +1,161 @@
+"""The mount process killed at random moments while programs do everything they do with a file system: nobody may notice.
+
+`CKPTFS_SOAK_KILLS=200 scripts/test tests/mount/test_kill_soak.py -s` is the long run; `CKPTFS_SOAK_SEED` repeats one.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from ckptfs.cache.catalog_check import catalog_problems
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
+from ckptfs.fs.local_socket import Message, call
+
+KILLS = int(os.environ.get("CKPTFS_SOAK_KILLS", "10"))
+SEED = int(os.environ.get("CKPTFS_SOAK_SEED", str(time.time_ns() % 1_000_000)))
+SECONDS_PER_KILL = 12
+"""At most: the supervisor waits up to five before it starts again a process that dies at once, time after time."""
+PROGRAMS = Path(__file__).parent / "kill_soak_programs.py"
+KINDS = ("names", "names", "checkpoints", "rewriting", "holding", "racing", "racing", "racing")
+
+pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120 + SECONDS_PER_KILL * KILLS)]
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(0.02)
+
+
+def _status(node: ClusterNode) -> Message:
+    return call(node.store / "run" / "mount.sock", {"do": "status"})
+
+
+def _wait_for_commit(shared: mmap.mmap) -> None:
+    """Return within microseconds of a commit to the catalog, or after a while: in its `-shm` file SQLite counts them."""
+    before, deadline = shared[:48], time.monotonic() + 2
+    while shared[:48] == before and time.monotonic() < deadline:
+        pass
+
+
+def _kill_again_and_again(node: ClusterNode, programs: list["subprocess.Popen[str]"], chance: random.Random) -> None:
+    """Some kills come amid the start of the process that follows the one killed before, some amid the work of programs, and most
+    of those just after a commit: when a request is carried out and not yet answered."""
+    killed: int | None = None
+    for _ in range(KILLS):
+        _wait(lambda killed=killed: node.processes.pids()["mount"] not in (None, killed))  # type: ignore[misc]
+        killed = node.processes.pids()["mount"]
+        assert killed is not None
+        if chance.random() < 0.3:
+            time.sleep(chance.uniform(0, 0.5))
+        else:
+            _wait(node.answers)
+            time.sleep(chance.uniform(0, 1))
+            with open(f"{node.catalog}-shm", "rb") as file, mmap.mmap(file.fileno(), 48, prot=mmap.PROT_READ) as shared:
+                _wait_for_commit(shared)
+        os.kill(killed, signal.SIGKILL)
+        if ended := [program.args for program in programs if program.poll() is not None]:
+            pytest.fail(f"a program ended by itself: {ended}")
+
+
+def _problems(node: ClusterNode) -> tuple[list[str], int]:
+    """What is wrong in the catalog, and how many notes of requests are in it."""
+
+    async def run() -> tuple[list[str], int]:
+        kv = SqliteCatalog.open(node.catalog, writer_label="test")
+        try:
+            return await catalog_problems(kv), len(await kv.range(b"o/"))
+        finally:
+            await kv.aclose()
+
+    return trio.run(run)
+
+
+def _files(mountpoint: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in mountpoint.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, passthrough: str) -> None:
+    cluster: LocalCluster = start_cluster(1, settle_seconds=0.2, passthrough=passthrough)
+    node = cluster.nodes[0]
+    print(f"\nseed {SEED}, {KILLS} kills")
+    directories = [node.mountpoint / ("race" if kind == "racing" else f"{kind}-{n}") for n, kind in enumerate(KINDS)]
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", PROGRAMS, kind, directory, str(SEED + number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, (kind, directory) in enumerate(zip(KINDS, directories, strict=True))
+    ]
+    said: list[dict[str, Any]] = []
+    try:
+        _wait(lambda: all(directory.is_dir() for directory in directories))
+        failure: BaseException | None = None
+        try:
+            _kill_again_and_again(node, programs, random.Random(SEED))
+            _wait(node.answers)
+        except BaseException as error:
+            failure = error
+        for program in programs:
+            output, errors = program.communicate("end\n", timeout=90)
+            assert program.returncode == 0, f"{program.args!r}\n{errors[-3000:]}"
+            said.append(json.loads(output))
+        if failure is not None:
+            raise failure
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait(30)
+    log = (node.log / "mount.log").read_text()
+    print(
+        f"turns {dict(zip([path.name for path in directories], [one['turns'] for one in said], strict=True))},"
+        f" answered again {len(re.findall('answered_again', log))}, opened again {len(re.findall('opened_again', log))},"
+        f" lives {len(re.findall('mount_ready', log))}"
+    )
+    assert min(one["turns"] for one in said) > 3
+    expected = {path: digest for one in said for path, digest in one["left"].items()}
+
+    race = node.mountpoint / "race"
+    won = [int(line) for path in (race / "wins").iterdir() for line in path.read_text().split()]
+    assert len(won) == len(set(won)), "a name was won twice"
+    assert sorted(won) == sorted(int(path.name) for path in race.glob("shared/*/*")), "a name without a winner"
+
+    expected |= _files(race)
+    assert _files(node.mountpoint) == expected
+    call(node.store / "run" / "mount.sock", {"do": "settle"})
+    _wait(lambda: _status(node)["settling_files"] == 0)
+    _wait(lambda: _status(node)["open_files"] == 0)  # a handle nobody knows of would keep its file from being protected
+    assert _files(node.mountpoint) == expected
+    assert _status(node)["unexpected_errors"] == 0
+    assert "request_failed" not in log
+    assert "Traceback" not in log
+    problems, notes = _problems(node)
+    assert problems == []
+    assert notes <= 100
+
+    supervisor = node.processes.pids()["supervisor"]
+    assert supervisor is not None
+    assert node.processes.ask_supervisor_to_end()
+    assert node.processes.wait_ended(time.monotonic() + 30)
+    cluster.revive(0)
+    assert _files(node.mountpoint) == expected
+    assert _problems(node) == ([], 0)
