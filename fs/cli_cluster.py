@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from ckptfs.fs.cli_output import JsonFlag, console, print_json
+from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 from ckptfs.fs.status import nodes_status, places_of_cluster
 
 app = typer.Typer(no_args_is_help=True, help="A whole cluster on one machine, in one directory.")
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The cluster's directory.")]
+Directory = Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="The cluster's directory.")]
 Number = Annotated[int, typer.Argument(metavar="N", help="The node's number, from 0.")]
 
 

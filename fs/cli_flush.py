@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
-from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, print_json
+from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, path_of, print_json
 from ckptfs.fs.status import FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
 
 POLL_SECONDS = 0.1
@@ -20,7 +20,7 @@ SHOWN_MAX = 5
 
 
 def flush(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")],
+    paths: Annotated[list[Path], typer.Argument(parser=path_of, metavar="PATH", help="Files or directories in a mount.")],
     to: Annotated[str, typer.Option("--to", help="The state to wait for: local or protected.")] = "protected",
     timeout: Annotated[
         float | None, typer.Option("--timeout", metavar="S", help="Give up after S seconds.", show_default=False)

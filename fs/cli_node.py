@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptfs.fs.cli_errors import NotReached, WrongUse
-from ckptfs.fs.cli_output import JsonFlag, console, print_json
+from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 from ckptfs.fs.config import load_config
 from ckptfs.fs.mount_table import detach, mounts_at
 from ckptfs.fs.node_processes import NodeProcesses
@@ -34,7 +34,7 @@ def node(
 
 
 def umount(
-    mountpoint: Annotated[Path, typer.Argument(metavar="MOUNTPOINT", help="A node's mountpoint.")],
+    mountpoint: Annotated[Path, typer.Argument(parser=path_of, metavar="MOUNTPOINT", help="A node's mountpoint.")],
     force: Annotated[bool, typer.Option("--force", help="Also when programs still use the mount; they get errors.")] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def path_of(text: str) -> Path:
+    """An argument's path. Typer's own conversion asks the file system, and a mount that hangs would not answer."""
+    return Path(text)
 
 
 def print_json(document: Any) -> None:

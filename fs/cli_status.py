@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
-from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, human_seconds, print_json
+from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, human_seconds, path_of, print_json
 from ckptfs.fs.local_cluster import LocalCluster
 from ckptfs.fs.mount_table import mount_of
 from ckptfs.fs.status import (
@@ -32,7 +32,10 @@ def status(
     where: Annotated[
         Path | None,
         typer.Argument(
-            metavar="WHERE", help="A cluster's directory, a mountpoint, or a file or directory in a mount.", show_default=False
+            parser=path_of,
+            metavar="WHERE",
+            help="A cluster's directory, a mountpoint, or a file or directory in a mount.",
+            show_default=False,
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -59,7 +62,10 @@ def places_for(where: Path | None) -> list[Place] | None:
         return places_of_this_machine()
     mounted = mount_of(where)
     if mounted is not None:
-        names_mount = mounted.mountpoint in (Path(os.path.abspath(where)), Path(os.path.realpath(where)))
+        names_mount = mounted.mountpoint == Path(os.path.abspath(where)) or (
+            not Path(os.path.abspath(where)).is_relative_to(mounted.mountpoint)
+            and mounted.mountpoint == Path(os.path.realpath(where))
+        )
         return [place_of_mount(mounted)] if names_mount else None
     if LocalCluster.is_one(where):
         return places_of_cluster(LocalCluster(where))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptfs.fs.cli_errors import NotReached, Unreachable
-from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, print_json
+from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, path_of, print_json
 from ckptfs.fs.format_checks import check_format
 from ckptfs.fs.local_cluster import LocalCluster
 from ckptfs.fs.status import Place, place_of_path, places_of_cluster, places_of_this_machine, walk_files
@@ -27,7 +27,9 @@ UNKNOWN = "unreachable"
 def verify(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Files or directories in a mount, or a cluster's directory.", show_default=False),
+        typer.Argument(
+            parser=path_of, metavar="PATH", help="Files or directories in a mount, or a cluster's directory.", show_default=False
+        ),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Decode everything, compare it with what was written, and open the formats.")

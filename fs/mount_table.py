@@ -47,7 +47,8 @@ def mounts() -> list[Mounted]:
 def mount_of(path: Path) -> Mounted | None:
     """The mount a path lies in. A path that names it directly is answered without touching the file system."""
     table = mounts()
-    for candidate in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
+    for resolve in (os.path.abspath, os.path.realpath):  # the latter asks file systems, and a mount that hangs would not answer
+        candidate = Path(resolve(path))
         inside = [mounted for mounted in table if candidate.is_relative_to(mounted.mountpoint)]
         if inside:
             deepest = max(len(mounted.mountpoint.parts) for mounted in inside)

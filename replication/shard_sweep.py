@@ -35,6 +35,8 @@ Result = TypeVar("Result")
 UNNAMED_SECONDS = 24 * 3600.0
 PAGE_COUNT = 500
 FACT = "catalog"
+WENT_BACK = "went back"
+"""Kept, for its revisions will pass those of the catalog that was before it."""
 
 
 class FoundVersions(Protocol):
@@ -113,12 +115,17 @@ class ShardSweep:
         revision = await self._kv.revision()
         await self._kv.make_durable()  # so that no power cut can make it less
         known = await self._in_thread(self._index.fact, FACT)
-        if known is not None:
+        went_back = await self._in_thread(self._index.fact, WENT_BACK)
+        if went_back is not None:
+            self.statistics.refused = went_back.decode()
+        elif known is not None:
             cluster, _, newest = known.partition(b" ")
             if cluster != self._cluster.hex().encode():
                 self.statistics.refused = "the catalog is another cluster's than the one this store's shards belong to"
             elif revision < int(newest):
                 self.statistics.refused = f"the catalog went back from revision {int(newest)} to {revision}: it was restored"
+                with contextlib.suppress(sqlite3.OperationalError):
+                    await self._in_thread(self._index.set_fact, WENT_BACK, self.statistics.refused.encode())
         if self.statistics.refused:
             logger.error(
                 "nothing-removed %s; shards may be all that is left of files it doesn't know. Once that is settled, stop the "

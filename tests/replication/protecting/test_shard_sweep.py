@@ -126,6 +126,13 @@ async def test_a_catalog_that_was_replaced_removes_nothing(cluster: Any, how: st
         assert node.running.sweep.statistics.refused
     assert node.running.index.fact(FACT) == other  # until somebody has looked
     assert (await node.ask("status"))["sweep"]["refused"]
+    if how == "an earlier revision":  # also in the agent's next life, when its revisions have passed those there were
+        node.running.index.set_fact(FACT, known)
+        await node.down()
+        await node.up()
+        await node.running.sweep.sweep()
+        assert garbage.exists()
+        assert "went back" in node.running.sweep.statistics.refused
 
 
 async def test_a_shard_from_a_later_revision_than_the_catalog_has_stays(cluster: Any) -> None:
