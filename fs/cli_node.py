@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
+from ckptfs.fs import fuse_device
 from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 from ckptfs.fs.config import load_config
-from ckptfs.fs.mount_table import detach, mounts_at
+from ckptfs.fs.mount_table import detach, mounts_at, mounts_inside
+from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.status import DEFAULT_CONFIG
 
 STOP_SECONDS = 30.0
-USERS_SHOWN_MAX = 8
 
 
 def node(
@@ -44,11 +45,8 @@ def umount(
     if not found:
         raise WrongUse(f"{mountpoint} is no ckptfs mount")
     mounted = found[-1]
-    users = [] if force else processes_using(mounted.mountpoint)
-    if users:
-        shown = ", ".join(f"{name} ({pid}: {path})" for pid, name, path in users[:USERS_SHOWN_MAX])
-        more = f" and {len(users) - USERS_SHOWN_MAX} more" if len(users) > USERS_SHOWN_MAX else ""
-        raise NotReached(f"{mounted.mountpoint} is in use by {shown}{more}; end them, or use --force")
+    if not force:
+        _take_away_unused(mounted.mountpoint, as_json=as_json)
     processes = NodeProcesses(mounted.store)
     processes.ask_supervisor_to_end()
     ended = processes.wait_ended(time.monotonic() + STOP_SECONDS)
@@ -63,35 +61,14 @@ def umount(
         console().print(f"{mounted.mountpoint} is unmounted", soft_wrap=True)
 
 
-def processes_using(mountpoint: Path) -> list[tuple[int, str, str]]:
-    """(pid, name, path) of the processes with an open file, a mapping or a working directory in the mount.
-
-    Read from `/proc` alone, so that a mount that hangs does not hold it up.
-    """
-    root = os.fspath(mountpoint)
-    inside = root + "/"
-    found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdecimal() or int(directory.name) == os.getpid():
-            continue
-        try:
-            path = next((path for path in _paths_held(directory) if path == root or path.startswith(inside)), None)
-            if path is not None:
-                found.append((int(directory.name), (directory / "comm").read_text().strip(), path))
-        except OSError:
-            continue  # it ended meanwhile
-    return sorted(found)
-
-
-def _paths_held(process: Path) -> list[str]:
-    paths = [os.readlink(process / "cwd")]
-    for entry in os.scandir(process / "fd"):
-        try:
-            paths.append(os.readlink(entry.path))
-        except FileNotFoundError:
-            continue
-    for line in (process / "maps").read_text(errors="surrogateescape").splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6:
-            paths.append(fields[5])
-    return paths
+def _take_away_unused(mountpoint: Path, *, as_json: bool) -> None:
+    """Unmount unless somebody uses the mount: the kernel decides, so that nobody can begin to meanwhile. Raises `NotReached` with
+    their names; the node goes on then as if nothing had been asked."""
+    if fuse_device.unmount(mountpoint):
+        return
+    users, inside = users_of(mountpoint), mounts_inside(mountpoint)
+    if as_json:
+        print_json({"mountpoint": str(mountpoint), "users": [user._asdict() for user in users], "mounts_inside": inside})
+    raise NotReached(
+        f"{mountpoint} is in use by {described(users, inside)}; the node goes on: end them, or use --force", reported=as_json
+    )

@@ -61,6 +61,12 @@ def mounts_at(mountpoint: Path) -> list[Mounted]:
     return [mounted for mounted in mounts() if mounted.mountpoint == mountpoint]
 
 
+def mounts_inside(mountpoint: Path) -> list[str]:
+    """The mountpoints, of any file system, below this one."""
+    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    return [path for line in lines if (path := _unescape(line.split(" ")[4])).startswith(f"{mountpoint}/")]
+
+
 def abort_connection(mounted: Mounted) -> None:
     """Make the kernel answer everything that waits for this mount with an error, now and for good."""
     try:

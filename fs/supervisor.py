@@ -28,7 +28,8 @@ from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device
 from ckptfs.fs.config import NodeConfig
 from ckptfs.fs.fuse_device import MountError
-from ckptfs.fs.mount_table import abort_connection, mounts_at
+from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
+from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.process_start import FOR_GOOD_STATUS, raise_descriptor_limit, remove_pid_file, start_log
 from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
@@ -157,6 +158,7 @@ class Supervisor:
                 return
             if role == "mount" and status == 0:
                 log.info("unmounted_from_outside: the node ends")
+                await self._stop()
                 scope.cancel()
                 return
             if status == FOR_GOOD_STATUS:
@@ -172,7 +174,8 @@ class Supervisor:
         """End in order: the mount commits what is closed, the agent finishes its batch, then the file system goes."""
         self._stopping = True
         if not fuse_device.unmount(self._config.mountpoint):
-            log.warning("mount_in_use mountpoint=%s: programs that still use it get errors now", self._config.mountpoint)
+            by = described(users_of(self._config.mountpoint), mounts_inside(self._config.mountpoint))
+            log.warning("mount_in_use mountpoint=%s by %s: they get errors now", self._config.mountpoint, by)
         for role in ("mount", "agent"):
             process = self._children.get(role)
             if process is None or process.poll() is not None:

@@ -238,19 +238,6 @@ def test_a_store_of_a_newer_format_is_refused(cluster: LocalCluster, scratch: Pa
     assert [path.name for path in (scratch / "store").iterdir()] == ["store.json"]
 
 
-def test_umount_names_who_uses_the_mount_and_ends_it_when_nobody_does(start_cluster: Any) -> None:
-    cluster: LocalCluster = start_cluster(1)
-    mountpoint = cluster.nodes[0].mountpoint
-    with open(mountpoint / "file", "wb"):
-        code, _, error = _ckptfs("umount", mountpoint)
-        assert code == 1
-        assert "in use" in error
-        assert str(os.getpid()) in error
-    assert _ckptfs("umount", mountpoint)[0] == 0
-    assert not os.path.ismount(mountpoint)
-    assert cluster.nodes[0].processes.living() == []
-
-
 def test_the_mount_process_comes_back_when_it_is_killed(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.1)
     node = cluster.nodes[0]
