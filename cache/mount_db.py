@@ -28,10 +28,15 @@ from typing import NamedTuple
 
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.kept_descriptors import kept_descriptor
+from ckptfs.cache.reserve import hold_beyond_end
 from ckptfs.cache.sqlite_files import first_damage, log_is_cut
 from ckptfs.cache.sqlite_full import is_full
 
 FORMAT_VERSION = 1
+RESERVE_BYTES = 1 << 20
+"""What its log holds beyond its end for a full drive: some hundred files that are opened or become local between checkpoints."""
+
 CATALOG_FACT = "catalog_revision"
 """A revision of the catalog that was durable: one that ends before it is not the one this store's files belong to."""
 
@@ -202,6 +207,13 @@ class MountDatabase:
             except sqlite3.OperationalError as error:
                 if not is_full(error):
                     raise
+
+    def hold_room(self) -> None:
+        """Have room for what is written down on a full drive; blocks shortly: for a thread. Raises `OSError` for a broken one."""
+        with open(f"{self._path}-wal", "r+b") as log:
+            hold_beyond_end(log.fileno(), RESERVE_BYTES)
+        for path in (f"{self._path}-shm", str(self._path)):
+            hold_beyond_end(kept_descriptor(path), RESERVE_BYTES // 4)
 
     def fact(self, name: str) -> bytes | None:
         """The fact's value, or None."""

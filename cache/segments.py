@@ -17,6 +17,7 @@ import struct
 from pathlib import Path
 
 from ckptfs.cache.errors import DamagedData, StoreError
+from ckptfs.cache.file_identity import FileIdentity, file_identity
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
 
 ATTRIBUTE = "user.ckptfs"
@@ -83,11 +84,16 @@ class Segments:
         """A read-only descriptor of the segment, which the caller owns."""
         return os.open(self.path_of(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOATIME)
 
-    def create_from(self, segment: SegmentId, ino: InodeNumber, source: str) -> int:
-        """Make a segment with the bytes of another file, and return a read-only descriptor. Nothing is left if it fails."""
+    def create_from(self, segment: SegmentId, ino: InodeNumber, source: str, identity: FileIdentity | None = None) -> int:
+        """Make a segment with the bytes of another file, and return a read-only descriptor. Nothing is left if it fails.
+
+        With an `identity` it is `FileNotFoundError` if the name leads to another file.
+        """
         descriptor = self.create(segment, ino)
         try:
             with open(source, "rb") as original, open(self.path_of(segment), "r+b") as copy:
+                if identity is not None and file_identity(original.fileno()) != identity:
+                    raise FileNotFoundError(errno.ENOENT, "another file has its name", source)
                 size = os.fstat(original.fileno()).st_size
                 offset = 0
                 while offset < size:

@@ -6,9 +6,11 @@ has no room for a copy that is needed), failed (this node's disk or catalog), un
 log has it).
 
     wake {urgent, nodes}               something may wait for protection. `urgent`: somebody waits for it, on these nodes too
-    fetch {ino, offset, length} *      -> copy: path of the local copy of that version, in which that part is there and right;
-                                       or data, the bytes themselves, where the drive has no room for a copy
-    fetch_whole {ino}                  -> copy, vid, size: complete, right and synced
+    fetch {ino, offset, length} *      -> copy, identity: path of the local copy of that version, in which that part is there
+                                       and right, and which file that is; or data, the bytes themselves, where the drive has no
+                                       room for a copy
+    fetch_whole {ino}                  -> copy, identity, vid, size: complete, right and synced
+    keep_free {bytes}                  local copies are released until so much is free, and no more are made than leave it free
     attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
@@ -32,7 +34,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
-from ckptfs.replication.local_copies import CopyFailed, CopyFull
+from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace
 from ckptfs.replication.stripe_reader import ContentDamaged
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class AgentRequests:
             "wake": self._wake,
             "fetch": self._fetch,
             "fetch_whole": self._fetch_whole,
+            "keep_free": self._keep_free,
             "attributes": self._attributes,
             "read": self._read,
             "verify": self._verify,
@@ -98,6 +101,10 @@ class AgentRequests:
             self._agent.replicator.wake()
         return {}
 
+    async def _keep_free(self, request: Message) -> Message:
+        await self._agent.restorer.keep_free(int(request["bytes"]))
+        return {}
+
     # ---- bytes
 
     async def _fetch(self, request: Message) -> Message:
@@ -113,7 +120,7 @@ class AgentRequests:
             fetched = await self._agent.restorer.fetch(vid, version, int(request["offset"]), int(request["length"]))
         except ShardNotFound as error:
             raise Gone(f"the file was removed, and its bytes are gone: {error}") from None
-        return {"data": fetched} if isinstance(fetched, bytes) else {"copy": os.fspath(fetched)}
+        return {"data": fetched} if isinstance(fetched, bytes) else _place(fetched)
 
     async def _removed_version(self, request: Message) -> Version | None:
         """What a program has open of a file that was removed; None if the file is still there, with other content now."""
@@ -129,8 +136,7 @@ class AgentRequests:
         async def fetch(inode: Inode | None, vid: Vid, version: Version) -> Message:
             if version.state is VersionState.OPEN:
                 raise PeerUnreachable(f"the file is being written on {self._home(version)}")
-            path = await self._agent.restorer.fetch_whole(vid, version)
-            return {"copy": os.fspath(path), "vid": vid, "size": version.size}
+            return {**_place(await self._agent.restorer.fetch_whole(vid, version)), "vid": vid, "size": version.size}
 
         return await self._current(request, fetch)
 
@@ -153,9 +159,12 @@ class AgentRequests:
                 return {"data": b""}
             if version.shards or version.state is VersionState.PROTECTED:
                 fetched = await self._agent.restorer.fetch(vid, version, offset, length)
-                if isinstance(fetched, bytes):
-                    return {"data": fetched}
-                return {"data": await trio.to_thread.run_sync(_read_file, os.fspath(fetched), offset, length)}
+                while not isinstance(fetched, bytes):
+                    try:
+                        fetched = await trio.to_thread.run_sync(_read_copy, fetched, offset, length)
+                    except FileNotFoundError:  # it has made room for something since
+                        fetched = await self._agent.restorer.fetch(vid, version, offset, length)
+                return {"data": fetched}
             data = await self._at_home(
                 version,
                 lambda: self._agent.holders.read_segment(version.home, vid, version.segment, offset, length),
@@ -314,12 +323,17 @@ class AgentRequests:
         return answer
 
 
+def _place(place: CopyPlace) -> Message:
+    return {"copy": os.fspath(place.path), "identity": place.identity}
+
+
 def _no(error: str, message: str) -> Message:
     return {"ok": False, "error": error, "message": message}
 
 
-def _read_file(path: str, offset: int, length: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _read_copy(place: CopyPlace, offset: int, length: int) -> bytes:
+    """Raises `FileNotFoundError` if that copy is no longer there."""
+    descriptor = place.open()
     try:
         return os.pread(descriptor, length, offset)
     finally:

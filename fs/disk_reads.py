@@ -24,4 +24,10 @@ class DiskReads:
         except OSError:  # not in memory, or a file system that can't say
             pass
         del buffer  # nothing is held by those who wait for a thread
-        return await trio.to_thread.run_sync(os.pread, descriptor, size, offset, limiter=self._limiter)
+        own = os.dup(
+            descriptor
+        )  # the caller's may be closed, and its number given to another file, before the thread has its turn
+        try:
+            return await trio.to_thread.run_sync(os.pread, own, size, offset, limiter=self._limiter)
+        finally:
+            os.close(own)

@@ -309,7 +309,7 @@ class FileOperations:
             copy = None if inode.cur is None else await self._elsewhere.fetch_whole(ino)
             try:
                 return await self._move_here(ino, copy)
-            except ContentMoved:  # written, closed and sealed on another node while it was copied
+            except (ContentMoved, FileNotFoundError):  # written and sealed on another node, or the copy was evicted, meanwhile
                 inode = await self._namespace.inode(ino)
         raise ContentMoved(f"inode {ino} is rewritten on other nodes faster than it can be copied")
 
@@ -349,7 +349,9 @@ class FileOperations:
             opened = await self._versions.move_home(ino, segment, None)
             return await self._at_home_here(opened, await self._make_segment(opened, ino))
         # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
-        descriptor = await trio.to_thread.run_sync(self._segments.create_from, segment, ino, copy.path)
+        descriptor = await trio.to_thread.run_sync(
+            self._segments.create_from, segment, ino, str(copy.place.path), copy.place.identity
+        )
         try:
             opened = await self._versions.move_home(ino, segment, copy.vid)
         except BaseException:
@@ -401,7 +403,7 @@ class FileOperations:
         handle = None if fh is None else self._open_files.handle(fh)
         file = self._open_files.get(ino) if handle is None else handle.file
         if file is None or file.orphan is None:
-            file = await self.for_writing(ino, truncate=False)
+            file = await self.for_writing(ino, truncate=size == 0)  # which needs nothing of what was there
         file.writers += 1  # so that it isn't sealed while the thread has it
         try:
             await trio.to_thread.run_sync(self._truncate, file, size)

@@ -185,6 +185,7 @@ class MountProcess:
             config.space.reserve_fraction,
             save_size,
             self._states,
+            self._keep_free,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
@@ -250,10 +251,17 @@ class MountProcess:
     async def _checkpoint_now_and_then(self) -> None:
         noted_revision = 0
         while True:
-            await trio.sleep(CHECKPOINT_SECONDS)
             self._database.settle_debts()
             noted_revision = await self._note_revision(noted_revision)
-            await trio.to_thread.run_sync(self._database.checkpoint)
+            await trio.to_thread.run_sync(self._keep_database)
+            await trio.sleep(CHECKPOINT_SECONDS)
+
+    def _keep_database(self) -> None:
+        self._database.checkpoint()
+        try:
+            self._database.hold_room()
+        except OSError as error:
+            log.warning("room_not_held path=%s error=%s", self._store.mount_db, error)
 
     async def _note_revision(self, noted: int) -> int:
         """Remember how far the catalog is for sure, so that the next start sees if it is not that far any more."""
@@ -302,6 +310,13 @@ class MountProcess:
         """The size of a file that is being written here."""
         file = self._open_files.get(ino)
         return os.fstat(file.descriptor).st_size if file is not None and file.descriptor is not None else None
+
+    async def _keep_free(self, size_bytes: int) -> None:
+        """Have the agent release local copies until so much is free."""
+        try:
+            await self._agent.call({"do": "keep_free", "bytes": size_bytes})
+        except NodeNotAnswering as error:
+            log.info("copies_not_released error=%s", error)
 
     async def _live_stores(self) -> set[StoreId] | None:
         """The stores that answer the agent now; None while the agent doesn't answer."""

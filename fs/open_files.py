@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, pack
+from ckptfs.cache.file_identity import FileIdentity
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import Segments
@@ -70,6 +71,7 @@ class FileInUse:
     sync_failed: bool = False
     write_descriptor: int | None = None
     copy_descriptor: int | None = None
+    copy_identity: FileIdentity | None = None
     remote: Version | None = None
     held: SegmentId | None = None
     noted: bool = False
@@ -290,6 +292,13 @@ class OpenFiles:
             assert file.segment is not None
             file.write_descriptor = os.open(self._segments.path_of(file.segment), os.O_WRONLY | os.O_CLOEXEC)
         return file.write_descriptor
+
+    def close_evicted_copies(self) -> None:
+        """Let go of local copies that have lost their names to make room; whoever reads on is given others."""
+        for file in self._files.values():
+            if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_nlink == 0:
+                os.close(file.copy_descriptor)
+                file.copy_descriptor = None
 
     def drop(self, file: FileInUse) -> None:
         """Forget a file without handles; its descriptors are closed, as soon as nothing pins them."""

@@ -7,6 +7,7 @@ node that has them answers, programs get EIO and the log says once which inode a
 import errno
 import logging
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import trio
@@ -15,6 +16,7 @@ from ckptfs.cache.catalog_format import Version, pack
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
+from ckptfs.replication.local_copies import CopyPlace
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class RemoteAttributes(NamedTuple):
 class WholeCopy(NamedTuple):
     """A verified copy, and the version it is of."""
 
-    path: str
+    place: CopyPlace
     vid: Vid
 
 
@@ -63,12 +65,12 @@ class RemoteContent:
         answer = await self._ask({"do": "attributes", "ino": ino, **_opened(vid, version)}, ino)
         return RemoteAttributes(answer["size"], answer["mtime_ns"], answer["blocks"])
 
-    async def fetch(self, ino: InodeNumber, vid: Vid, version: Version, offset: int, length: int) -> str | bytes:
-        """Have the range of a hashed version's local copy present and verified; returns the path of the copy, or the bytes where
-        the drive has no room for one."""
+    async def fetch(self, ino: InodeNumber, vid: Vid, version: Version, offset: int, length: int) -> CopyPlace | bytes:
+        """Have the range of a hashed version's local copy present and verified; returns where it is, or the bytes where the drive
+        has no room for one."""
         request = {"do": "fetch", "ino": ino, "offset": offset, "length": length, **_opened(vid, version)}
         answer = await self._ask(request, ino)
-        return bytes(answer["data"]) if "data" in answer else str(answer["copy"])
+        return bytes(answer["data"]) if "data" in answer else _place(answer)
 
     async def read(self, ino: InodeNumber, vid: Vid, version: Version | None, offset: int, length: int) -> bytes:
         """Bytes from the home, short at the end of the file."""
@@ -78,7 +80,7 @@ class RemoteContent:
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
         """A complete, verified copy of the file's current content. Raises `OSError` (ENOSPC) too."""
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
-        return WholeCopy(str(answer["copy"]), Vid(bytes(answer["vid"])))
+        return WholeCopy(_place(answer), Vid(bytes(answer["vid"])))
 
     async def _ask(self, request: Message, ino: InodeNumber) -> Message:
         deadline = trio.current_time() + self._wait_seconds
@@ -108,6 +110,11 @@ class RemoteContent:
                 self._complained.clear()
             self._complained[ino] = now
             log.warning("content_unreachable inode=%d message=%s", ino, message)
+
+
+def _place(answer: Message) -> CopyPlace:
+    inode, generation = answer["identity"]
+    return CopyPlace(Path(answer["copy"]), (int(inode), int(generation)))
 
 
 def _opened(vid: Vid, version: Version | None) -> Message:

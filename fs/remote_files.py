@@ -13,6 +13,7 @@ from ckptfs.fs.disk_reads import DiskReads
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.remote_content import ContentGone, RemoteContent, WholeCopy
 from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.replication.local_copies import CopyPlace
 
 
 class RemoteFiles:
@@ -75,13 +76,14 @@ class RemoteFiles:
                 continue
             return await self._disk.read(descriptor, size, offset)
 
-    def _open_copy(self, file: FileInUse, path: str) -> int:
-        """A descriptor of the local copy."""
-        if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_ino != os.stat(path).st_ino:
+    def _open_copy(self, file: FileInUse, place: CopyPlace) -> int:
+        """A descriptor of exactly that local copy. Raises `FileNotFoundError`."""
+        if file.copy_descriptor is not None:
+            if file.copy_identity == place.identity:
+                return file.copy_descriptor
             os.close(file.copy_descriptor)  # that copy was evicted, this is another one
             file.copy_descriptor = None
-        if file.copy_descriptor is None:
-            file.copy_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file.copy_descriptor, file.copy_identity = place.open(), place.identity
         return file.copy_descriptor
 
     async def size(self, file: FileInUse) -> int:

@@ -2,7 +2,8 @@
 
 The bytes of a protected version are in its shards, so its segment is a cache (R3). Released are only versions that would survive
 the loss of a failure domain as things stand, of files that nobody uses; they are read from their shards afterwards. Order: the
-catalog's fact that there is no segment, durable; then the unlink (R22). An unprotected byte is never released.
+catalog's fact that there is no segment, durable; then the unlink (R22). An unprotected byte is never released. Local copies of
+other nodes' files, which are the agent's, go before.
 
 Free is to be the reserve, and room for a save as large as the newest. Where that can't be had a warning says so before the save.
 """
@@ -60,7 +61,8 @@ class SaveSize:
 
 
 class SegmentRelease:
-    """`run` releases until it is cancelled. `standing` answers as `Durability.states`, for inodes that exist."""
+    """`run` releases until it is cancelled. `standing` answers as `Durability.states`, for inodes that exist; `keep_free` has the
+    agent release local copies until so many bytes are free."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class SegmentRelease:
         reserve_fraction: float,
         save_size: SaveSize,
         standing: Callable[[list[InodeNumber]], Awaitable[dict[int, Fact]]],
+        keep_free: Callable[[int], Awaitable[None]],
     ) -> None:
         self._versions = versions
         self._segments = segments
@@ -83,6 +86,8 @@ class SegmentRelease:
         self._reserve_fraction = reserve_fraction
         self._save_size = save_size
         self._standing = standing
+        self._keep_free = keep_free
+        self._told_bytes = 0
         self.released_bytes = 0
         self.warning = ""
 
@@ -90,6 +95,7 @@ class SegmentRelease:
         while True:
             pause_seconds = LOOK_SECONDS
             try:
+                await self.release_copies()
                 if self.wanted_bytes() > 0 and not await self.release():
                     pause_seconds = NOTHING_FOUND_SECONDS
                 self._warn()
@@ -99,9 +105,19 @@ class SegmentRelease:
 
     def wanted_bytes(self) -> int:
         """What is free less than it should be."""
-        room = room_at(self._directory)
-        save_bytes = min(self._save_size.bytes, room.total_bytes // 2)
-        return max(int(self._reserve_fraction * room.total_bytes), save_bytes) - room.free_bytes
+        return self._target_bytes() - room_at(self._directory).free_bytes
+
+    def _target_bytes(self) -> int:
+        total_bytes = room_at(self._directory).total_bytes
+        return max(int(self._reserve_fraction * total_bytes), min(self._save_size.bytes, total_bytes // 2))
+
+    async def release_copies(self) -> None:
+        """Have local copies released, if that is wanted, and let go of those that were."""
+        target_bytes = self._target_bytes()
+        if self.wanted_bytes() > 0 or target_bytes != self._told_bytes:
+            await self._keep_free(target_bytes)
+            self._told_bytes = target_bytes
+        self._open_files.close_evicted_copies()
 
     async def release(self) -> int:
         """Release what is wanted, as far as there is anything; returns how many segments."""

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import trio
@@ -21,6 +20,7 @@ from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.cache.segments import has_no_writer
 from ckptfs.cache.version_reshape import Code, ReshapedCommit, code_of, commit_reshaped, with_smaller_code
 from ckptfs.replication.errors import ReplicationError
+from ckptfs.replication.local_copies import CopyPlace
 from ckptfs.replication.members import Members
 from ckptfs.replication.placement import code_for
 from ckptfs.replication.protect import Protector, SegmentFiles, StripedSource, VersionRecords
@@ -43,7 +43,7 @@ again."""
 class Contents(Protocol):
     """What is needed of `restore.Restorer`."""
 
-    async def fetch_whole(self, vid: Vid, version: Version) -> Path: ...
+    async def fetch_whole(self, vid: Vid, version: Version) -> CopyPlace: ...
 
 
 class Footers(Protocol):
@@ -179,7 +179,7 @@ class CodeRaiser:
             except ContentChanged:
                 logger.warning("segment-not-used vid=%s: it does not hold the content, which is read from shards", vid.hex())
         if placed is None:
-            placed = await put(os.open(await self._contents.fetch_whole(vid, version), os.O_RDONLY | os.O_CLOEXEC))
+            placed = await put((await self._contents.fetch_whole(vid, version)).open())
         geometry, shards = placed
         return await self._commit(vid, version, Code(geometry.data_shards, geometry.parity_shards), shards, started)
 
@@ -208,8 +208,13 @@ class CodeRaiser:
 
     async def _raise_copies(self, vid: Vid, version: Version) -> bool:
         started = trio.current_time()
-        copy = await self._contents.fetch_whole(vid, version)
-        content = await trio.to_thread.run_sync(Path(copy).read_bytes)
+        place = await self._contents.fetch_whole(vid, version)
+
+        def read() -> bytes:
+            with os.fdopen(place.open(), "rb") as copy:
+                return copy.read()
+
+        content = await trio.to_thread.run_sync(read)
         shards = await self._protector.put_more_copies(vid, version, content)
         return await self._commit(vid, version, Code(1, len(shards) - 1), shards, started)
 

@@ -13,14 +13,32 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root
+from ckptfs.cache.file_identity import FileIdentity, file_identity
 from ckptfs.cache.ids import ID_SIZE, Vid
 from ckptfs.replication.errors import ReplicationError
 
 TABLE_SUFFIX = ".cells"
-IN_USE_SECONDS = 60.0
+IN_USE_SECONDS = 5.0
 """A copy asked for within this time is not evicted: a reader between two reads would have to fetch it again."""
+
+
+class CopyPlace(NamedTuple):
+    """Where a local copy is. A name may come to lead to another copy of the same content, of which less is there: so who reads
+    one opens it here."""
+
+    path: Path
+    identity: FileIdentity
+
+    def open(self) -> int:
+        """A descriptor for reading, which the caller owns. Raises `FileNotFoundError` if that copy has made room meanwhile."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if file_identity(descriptor) != self.identity:
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "another copy has its name", str(self.path))
+        return descriptor
 
 
 class CopyFailed(ReplicationError):
@@ -63,6 +81,7 @@ class LocalCopy:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self.place = CopyPlace(path, file_identity(self._descriptor))
             self.may_hold_cells = os.fstat(self._descriptor).st_blocks > 0
             os.ftruncate(self._descriptor, size)
             _write_table(path, table)
@@ -125,7 +144,7 @@ class LocalCopies:
     def __init__(self, directory: Path, *, reserve_bytes: int = 0, free_bytes: Callable[[], int] | None = None) -> None:
         """`reserve_bytes` stay free for local saves. `free_bytes` replaces the file system's own answer."""
         self._directory = directory
-        self._reserve_bytes = reserve_bytes
+        self.reserve_bytes = reserve_bytes
         self._free_bytes = free_bytes or self._free_bytes_of_file_system
         self._evicted = 0
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -163,7 +182,7 @@ class LocalCopies:
 
     def has_room(self, needed_bytes: int) -> bool:
         """Whether `needed_bytes` are free besides the reserve."""
-        return self._free_bytes() >= needed_bytes + self._reserve_bytes
+        return self._free_bytes() >= needed_bytes + self.reserve_bytes
 
     def missing_bytes(self, vid: Vid, size: int) -> int:
         """How much the drive has to give until the copy is complete."""

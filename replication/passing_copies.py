@@ -5,7 +5,6 @@ What is not there any more is fetched again, so reading goes on, at the cost of 
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
 
 from ckptfs.cache.checksum import HASH_SIZE
 from ckptfs.cache.ids import Vid
@@ -50,7 +49,6 @@ class PassingMemory:
 class PassingCopy:
     """Stands in for a `LocalCopy` of the same content. It is written in whole parts of `part_size` bytes."""
 
-    path: Path | None = None
     may_hold_cells = False
 
     def __init__(self, memory: PassingMemory, vid: Vid, size: int, cell_size: int, table: bytes, part_size: int) -> None:

@@ -26,7 +26,7 @@ from ckptfs.cache.checksum import cell_hash, content_root
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.errors import ReplicationError, ShardDamaged
-from ckptfs.replication.local_copies import CopyFailed, CopyFull, LocalCopies, LocalCopy, copy_error
+from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, LocalCopies, LocalCopy, copy_error
 from ckptfs.replication.passing_copies import PassingCopy, PassingMemory
 from ckptfs.replication.stripe_reader import StripedContent, StripeReader
 
@@ -127,7 +127,7 @@ class Restorer:
                 source.copy.close()
             self._sources.clear()
 
-    async def fetch(self, vid: Vid, version: Version, offset: int, length: int) -> Path | bytes:
+    async def fetch(self, vid: Vid, version: Version, offset: int, length: int) -> CopyPlace | bytes:
         """Return the local copy once this part of it is there and right: what is read from there needs no further check. Where
         the drive has no room for a copy, the bytes themselves, short at the end.
 
@@ -144,7 +144,7 @@ class Restorer:
             finally:
                 self._release(source)
 
-    async def _fetch_kept(self, source: _Source, copy: LocalCopy, offset: int, length: int) -> Path:
+    async def _fetch_kept(self, source: _Source, copy: LocalCopy, offset: int, length: int) -> CopyPlace:
         parts = source.parts(offset, length)
         await self._require_proved(source, copy, parts, offset, length)
         if parts and offset <= source.next_offset + source.part_size:
@@ -152,7 +152,7 @@ class Restorer:
             for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
                 self._start(source, part)
         source.next_offset = offset + length
-        return copy.path
+        return copy.place
 
     async def _pass(self, source: _Source, copy: PassingCopy, offset: int, length: int) -> bytes:
         for at_once in (1, PASSING_READS_MAX, PASSING_READS_MAX):
@@ -179,7 +179,7 @@ class Restorer:
             for _ in range(taken):
                 self._passing_reads.release()
 
-    async def fetch_whole(self, vid: Vid, version: Version) -> Path:
+    async def fetch_whole(self, vid: Vid, version: Version) -> CopyPlace:
         """Return a local copy that is complete, right and synced. Raises as `fetch`, and `CopyFull`."""
         source = await self._use(vid, version, must_keep=True)
         copy = source.copy
@@ -189,12 +189,17 @@ class Restorer:
                 length = min(source.part_size, version.size - part * source.part_size)
                 await self._require_proved(source, copy, range(part, part + 1), part * source.part_size, length)
             await self._in_thread(copy.sync)
-            return copy.path
+            return copy.place
         except CopyFull:
             self._go_without_copy(vid)
             raise
         finally:
             self._release(source)
+
+    async def keep_free(self, reserve_bytes: int) -> None:
+        """So much is to stay free from now on, of which what copies take is released first."""
+        self._copies.reserve_bytes = reserve_bytes
+        await self.make_room()
 
     async def make_room(self, needed_bytes: int = 0, *, spare: Vid | None = None) -> bool:
         """Remove the copies used longest ago until `needed_bytes` are free besides the reserve; whether they are then."""

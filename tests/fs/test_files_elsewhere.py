@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ckptfs.cache import segment_holds
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, SetattrField
+from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_readers import AWAY_SECONDS_MAX, RemoteReaders
 from ckptfs.fs.segment_sweep import SegmentSweep
 
@@ -44,9 +46,9 @@ async def test_a_home_moves_with_what_was_written_while_it_was_copied(pair: tupl
         await here.release(fh)
         await here.settle()
 
-    def copy_and_lose(segment: Any, number: Any, source: str) -> int:
+    def copy_and_lose(segment: Any, number: Any, source: str, identity: Any) -> int:
         copied.append(source)
-        descriptor = copy(segment, number, source)
+        descriptor = copy(segment, number, source, identity)
         if len(copied) == 1:
             trio.from_thread.run(rewrite)
         return int(descriptor)
@@ -255,3 +257,62 @@ async def test_a_store_that_is_away_for_long_holds_up_no_space(pair: tuple[Any, 
     await trio.sleep(AWAY_SECONDS_MAX)
     await readers.forget_the_dead([segment])
     assert await readers.of([segment]) == set()
+
+
+# Local copies that make room while they are read
+
+
+def _replace_once(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Path]:
+    """The next copy that is answered with `method` makes room before the mount has opened it, and an empty one has its name."""
+    replaced: list[Path] = []
+    ask = getattr(RemoteContent, method)
+
+    async def answered(self: RemoteContent, *arguments: Any) -> Any:
+        answer = await ask(self, *arguments)
+        place = answer.place if method == "fetch_whole" else answer
+        if not replaced:
+            replaced.append(place.path)
+            size = place.path.stat().st_size
+            place.path.unlink()
+            place.path.touch()
+            os.truncate(place.path, size)
+        return answer
+
+    monkeypatch.setattr(RemoteContent, method, answered)
+    return replaced
+
+
+async def test_another_copy_under_the_same_name_is_not_read(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = pair
+    content = os.urandom(200_000)
+    ino = await here.save(b"file", content)
+    replaced = _replace_once(monkeypatch, "fetch")
+    assert await there.content(ino) == content
+    assert replaced
+
+
+async def test_another_copy_under_the_same_name_does_not_become_the_content(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = pair
+    content = os.urandom(200_000)
+    ino = await here.save(b"file", content)
+    replaced = _replace_once(monkeypatch, "fetch_whole")
+    fh = await there.open(ino, os.O_RDWR)
+    assert await there.read(fh) == content
+    assert replaced
+
+
+async def test_a_copy_that_made_room_gives_it_back_while_programs_have_it_open(pair: tuple[Any, Any]) -> None:
+    here, there = pair
+    ino = await here.save(b"file", b"content")
+    fh = await there.open(ino)
+    assert await there.read(fh) == b"content"
+    file = there.open_files.get(ino)
+    place = Path(os.readlink(f"/proc/self/fd/{file.copy_descriptor}"))
+    there.open_files.close_evicted_copies()
+    assert file.copy_descriptor is not None
+    place.unlink()
+    there.open_files.close_evicted_copies()
+    assert file.copy_descriptor is None
+    assert await there.read(fh) == b"content"

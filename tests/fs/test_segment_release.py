@@ -55,12 +55,17 @@ class Releasing:
             reserve_fraction,
             self.save_size,
             self._standing,
+            self._keep_free,
         )
+        self.told: list[int] = []
         self._node = node
         self.drive = drive
 
     async def _standing(self, inos: list[InodeNumber]) -> dict[int, dict[str, Any]]:
         return {ino: self.states.get(ino, {"state": "protected", "protected_m": 2}) for ino in inos}
+
+    async def _keep_free(self, size_bytes: int) -> None:
+        self.told.append(size_bytes)
 
     async def has_segment(self, ino: int) -> bool:
         inode = await self._node.namespace.inode(InodeNumber(ino))
@@ -149,6 +154,20 @@ async def test_room_for_the_next_save_is_made_or_warned_of(node: Any, releasing:
     assert await releasing.release.release() == 0
     releasing.release._warn()
     assert "400 MiB are free, 450 MiB are wanted" in releasing.release.warning
+
+
+async def test_the_agent_is_told_what_is_to_stay_free(releasing: Releasing) -> None:
+    for _ in range(2):
+        await releasing.release.release_copies()
+    assert releasing.told == [250 * MIB]
+    releasing.drive.others_mib = 800
+    for _ in range(2):
+        await releasing.release.release_copies()
+    assert releasing.told == [250 * MIB] * 3, "again as long as it isn't"
+    releasing.drive.others_mib = 0
+    releasing.save_size.add(700 * MIB)
+    await releasing.release.release_copies()
+    assert releasing.told[-1] == 500 * MIB, "half the drive at most"
 
 
 def test_a_save_ends_with_a_pause() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -150,8 +151,11 @@ def test_another_node_reads_where_its_drive_has_no_room_for_a_copy(full_cluster:
         open(reader.mountpoint / "before", "r+b").close()
 
 
-def test_cutting_a_file_to_nothing_makes_room(full_cluster: tuple[LocalCluster, Path]) -> None:
-    cluster, drive = full_cluster
+def test_cutting_a_file_to_nothing_makes_room(make_drive: Any, scratch: Path) -> None:
+    drive = make_drive(128, at=scratch / "cluster")
+    (drive / "lost+found").rmdir()
+    cluster = LocalCluster(drive)
+    cluster.up(1, ClusterSettings(settle_seconds=0.05))
     home = cluster.nodes[0].mountpoint
     saved = fill_through(home, [4 * MIB])
     fill_behind(drive)
@@ -219,6 +223,10 @@ def test_the_oldest_protected_segments_make_room_for_the_next_save(scratch: Path
     wait_for(lambda: room_at(node.store).free_bytes >= 60 * MIB, "room for half the drive, which is what such a save may get")
     for path, content in saves:
         assert path.read_bytes() == content
+    with open(saves[0][0], "r+b") as file:  # written again, it is here again
+        file.write(b"changed")
+    protect(saves[0][0])
+    assert (cluster.nodes[1].mountpoint / "step-0").read_bytes() == b"changed" + saves[0][1][7:]
 
 
 def test_no_inodes_left(scratch: Path, make_drive: Any) -> None:
@@ -243,3 +251,44 @@ def test_no_inodes_left(scratch: Path, make_drive: Any) -> None:
     wait_for(lambda: os.statvfs(node.store).f_favail > 150, "inodes")
     wait_for(lambda: not status_of(node)["space"]["shortage"], "room again")
     (node.mountpoint / "after").write_bytes(b"after")
+
+
+def test_files_go_beside_a_writer_that_takes_every_block_the_moment_it_is_free(full_cluster: tuple[LocalCluster, Path]) -> None:
+    cluster, drive = full_cluster
+    home = cluster.nodes[0].mountpoint
+    paths = [home / f"small-{number}" for number in range(300)]
+    for path in paths:
+        path.write_bytes(b"content")
+    ends = threading.Event()
+
+    def write() -> None:
+        with open(home / "greedy", "wb", buffering=0) as file:
+            while not ends.is_set():
+                with contextlib.suppress(OSError):
+                    file.write(bytes(MIB))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        wait_for(lambda: room_at(drive).free_bytes == 0, "a full drive")
+        for number, path in enumerate(paths):
+            cluster.nodes[number % 3].mountpoint.joinpath(path.name).unlink()
+        assert sorted(path.name for path in home.iterdir()) == ["before", "greedy"]
+    finally:
+        ends.set()
+        writer.join()
+    (home / "greedy").unlink()
+    wait_for(lambda: not any(status_of(node)["space"]["shortage"] for node in cluster.nodes), "room again")
+    assert (home / "before").read_bytes() == BEFORE
+
+
+def test_what_is_opened_on_a_full_drive_survives_the_death_of_the_mount(full_cluster: tuple[LocalCluster, Path]) -> None:
+    cluster, drive = full_cluster
+    reader = cluster.nodes[2]
+    wait_for(lambda: status_of(reader)["space"]["catalog_reserve_lacks_bytes"] == 0, "a reserve")
+    fill_behind(drive)
+    with open(reader.mountpoint / "before", "rb", buffering=0) as file:
+        before = reader.processes.pids()["mount"]
+        os.kill(before or 0, 9)
+        wait_for(lambda: reader.processes.pids()["mount"] not in (None, before) and reader.answers(), "a mount again")
+        assert file.read(3 * MIB) == BEFORE[: 3 * MIB]
