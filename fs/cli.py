@@ -30,7 +30,7 @@ app = typer.Typer(
     help="A file system for training checkpoints: local speed, erasure-coded over peer nodes.",
 )
 app.add_typer(cli_cluster.app, name="cluster")
-app.command()(cli_node.node)
+app.add_typer(cli_node.app, name="node")
 app.command()(cli_node.umount)
 app.command()(cli_status.status)
 app.command()(cli_flush.flush)

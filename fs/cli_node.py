@@ -1,37 +1,87 @@
-"""`ckptfs node` and `ckptfs umount`: run this machine's node, and end it."""
+"""`ckptfs node`, `ckptfs node upgrade` and `ckptfs umount`: run this machine's node, go on with another release, end it."""
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ckptfs import __version__
 from ckptfs.fs import fuse_device
-from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 from ckptfs.fs.config import load_config
+from ckptfs.fs.local_socket import NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.status import DEFAULT_CONFIG
 
 STOP_SECONDS = 30.0
+UPGRADE_SECONDS = 120.0
+POLL_SECONDS = 0.05
 
 
-def node(
-    config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="The node's configuration; docs/node.toml lists the keys.")
-    ] = (DEFAULT_CONFIG),
-) -> None:
+app = typer.Typer(invoke_without_command=True)
+ConfigFile = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="The node's configuration; docs/node.toml lists the keys.")
+]
+
+
+@app.callback()
+def node(context: typer.Context, config: ConfigFile = DEFAULT_CONFIG) -> None:
     """Run this machine's node, in the foreground until SIGTERM.
 
     The node is three processes: supervisor, mount and agent.
     """
+    if context.invoked_subcommand is not None:
+        return
     loaded = load_config(config)
     from ckptfs.fs import supervisor  # only this command needs it and all that it imports
 
-    supervisor.run(loaded)
+    supervisor.run(loaded, Path(os.path.abspath(config)))
+
+
+@app.command("upgrade")
+def upgrade_node(config: ConfigFile = DEFAULT_CONFIG, as_json: JsonFlag = False) -> None:
+    """Have the node that runs on this machine go on with this release, while programs use its mount."""
+    loaded = load_config(config)
+    from ckptfs.fs import agent_process, mount_process, supervisor, upgrade  # noqa: F401 (a release that can't even be imported)
+
+    processes, run = NodeProcesses(loaded.store), loaded.store / "run"
+    before = processes.pids()
+    if before["supervisor"] is None:
+        raise Unreachable(f"the node {loaded.node_id} does not run; `ckptfs node --config {config}` starts it")
+    upgrade.write_request(run, upgrade.UpgradeRequest(sys.executable, __version__))
+    os.kill(before["supervisor"], signal.SIGHUP)
+    deadline = time.monotonic() + UPGRADE_SECONDS
+    while (request := upgrade.read_request(run)) is not None:
+        if request.error:
+            upgrade.remove_request(run)
+            raise NotReached(f"the node goes on with its old release: {request.error}")
+        if time.monotonic() > deadline:
+            raise NotReached(f"the node was not upgraded within {UPGRADE_SECONDS:.0f} s; supervisor.log says how far it is")
+        time.sleep(POLL_SECONDS)
+    runs = _release_that_serves(run / "mount.sock", deadline)
+    if runs != __version__:
+        raise NotReached(f"the node runs release {runs} now: another upgrade was under way")
+    if as_json:
+        print_json({"node": str(loaded.node_id), "version": __version__, "processes": processes.pids()})
+    else:
+        console().print(f"{loaded.node_id} runs ckptfs {__version__} now", soft_wrap=True)
+
+
+def _release_that_serves(mount: Path, deadline: float) -> str:
+    while True:
+        try:
+            return str(call(mount, {"do": "status"}).get("version"))
+        except NodeNotAnswering:  # it begins
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
 def umount(
@@ -52,7 +102,9 @@ def umount(
     ended = processes.wait_ended(time.monotonic() + STOP_SECONDS)
     if not ended:
         if not force:
-            raise NotReached(f"the node behind {mounted.mountpoint} did not end within {STOP_SECONDS:.0f} s; use --force")
+            raise NotReached(
+                f"{mounted.mountpoint} is unmounted; its node still syncs what was written after {STOP_SECONDS:.0f} s, and ends by itself"
+            )
         processes.kill()
     detach(mounted.mountpoint, abort=True)
     if as_json:

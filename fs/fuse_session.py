@@ -44,6 +44,23 @@ BUSY_SECONDS = 0.01
 READ_AHEAD_MAX = 64 << 20
 """The kernel takes the smaller of this and what is set for the mount (`fuse_device.set_read_ahead`)."""
 
+WANTED = (
+    InitFlag.ASYNC_READ
+    | InitFlag.ATOMIC_O_TRUNC
+    | InitFlag.BIG_WRITES
+    | InitFlag.AUTO_INVAL_DATA
+    | InitFlag.DO_READDIRPLUS
+    | InitFlag.READDIRPLUS_AUTO
+    | InitFlag.ASYNC_DIO
+    | InitFlag.PARALLEL_DIROPS
+    | InitFlag.MAX_PAGES
+    | InitFlag.HANDLE_KILLPRIV_V2
+    | InitFlag.INIT_EXT
+    | InitFlag.PASSTHROUGH
+    | InitFlag.HAS_RESEND
+)
+"""What is asked of the kernel; it may have less."""
+
 Body = memoryview
 Handler = Callable[[RequestHeader, memoryview], Awaitable[bytes | None]]
 """Takes a request and returns the body of the answer; None answers nothing. The view is the handler's until it returns."""
@@ -56,6 +73,20 @@ class Negotiated(msgspec.Struct, frozen=True):
     flags: int
     passthrough: bool
     resend: bool
+
+
+def not_servable(agreed: Negotiated) -> str:
+    """Why this program can't go on with a connection that another one negotiated, or "". That it has less than is wanted now is
+    no reason: an older kernel has less too."""
+    if not agreed.resend:
+        return "this kernel can't send requests again (Linux 6.9 is the first that can): stop the node and start the new release"
+    unknown = InitFlag(agreed.flags) & ~WANTED
+    if unknown or agreed.minor > fuse.MINOR:
+        return (
+            f"the mount was made with FUSE 7.{agreed.minor} and flags {int(unknown):#x}, which this release does not know:"
+            " stop the node and start the other release"
+        )
+    return ""
 
 
 class SessionStatistics(NamedTuple):
@@ -93,7 +124,8 @@ class _Noticing:
 
 
 class FuseSession:
-    """One process's turn at a FUSE connection. The descriptor is the caller's."""
+    """One process's turn at a FUSE connection. The descriptor is the caller's. `continues`: an earlier process had its turn;
+    what it and the kernel agreed on is `negotiated`, None if it was killed before that."""
 
     def __init__(
         self,
@@ -101,6 +133,7 @@ class FuseSession:
         handlers: dict[int, Handler],
         *,
         allow_passthrough: bool,
+        continues: bool = False,
         negotiated: Negotiated | None,
         on_negotiated: Callable[[Negotiated], None],
         on_answered: Callable[[int], None] = lambda unique: None,
@@ -110,6 +143,7 @@ class FuseSession:
         self._device = device
         self._handlers = handlers
         self._allow_passthrough = allow_passthrough
+        self._continues = continues
         self.negotiated = negotiated
         self._on_negotiated = on_negotiated
         self._on_answered = on_answered
@@ -132,9 +166,14 @@ class FuseSession:
         return time.monotonic() - self._last_request < BUSY_SECONDS
 
     async def run(self) -> None:
-        """Serve until the file system is unmounted or the connection aborted. A second daemon first asks for what was left."""
-        if self.negotiated is not None:
-            self.notify(Notification.RESEND)
+        """Serve until the file system is unmounted or the connection aborted. A later process first asks for what was left."""
+        if self._continues:
+            try:
+                self.notify(Notification.RESEND)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                log.error("requests_lost: this kernel can't send again what was not answered (Linux 6.9 is the first that can)")
         async with trio.open_nursery() as nursery:
             for _ in range(WORKERS):
                 nursery.start_soon(self._work)
@@ -257,23 +296,7 @@ class FuseSession:
         offered = InitFlag(low)
         if InitFlag.INIT_EXT in offered and len(body) >= fuse.INIT_IN.size:
             offered = InitFlag(low | fuse.INIT_IN.unpack_from(body)[4] << 32)
-        wanted = (
-            InitFlag.ASYNC_READ
-            | InitFlag.ATOMIC_O_TRUNC
-            | InitFlag.BIG_WRITES
-            | InitFlag.AUTO_INVAL_DATA
-            | InitFlag.DO_READDIRPLUS
-            | InitFlag.READDIRPLUS_AUTO
-            | InitFlag.ASYNC_DIO
-            | InitFlag.PARALLEL_DIROPS
-            | InitFlag.MAX_PAGES
-            | InitFlag.HANDLE_KILLPRIV_V2
-            | InitFlag.INIT_EXT
-            | InitFlag.HAS_RESEND
-        )
-        if self._allow_passthrough:
-            wanted |= InitFlag.PASSTHROUGH
-        agreed = offered & wanted
+        agreed = offered & (WANTED if self._allow_passthrough else WANTED & ~InitFlag.PASSTHROUGH)
         passthrough = InitFlag.PASSTHROUGH in agreed
         self.negotiated = Negotiated(min(minor, fuse.MINOR), int(agreed), passthrough, InitFlag.HAS_RESEND in agreed)
         self._on_negotiated(self.negotiated)

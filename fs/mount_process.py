@@ -2,7 +2,8 @@
 
 It is given the descriptor of a mounted FUSE connection by the supervisor, and may be killed at any moment: what the next one
 needs is in `mount.db`, in the catalog, or in the kernel. Started as `python -m
-ckptfs.fs.mount_process CONFIG DEVICE PARENT INCARNATION`.
+ckptfs.fs.mount_process CONFIG DEVICE PARENT INCARNATION [TURN]`; with TURN, the descriptor of a socket, it takes over from one
+that still serves, when it is told to (`upgrade`).
 """
 
 import logging
@@ -12,10 +13,12 @@ import sqlite3
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import trio
 
+from ckptfs import __version__
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
@@ -32,11 +35,12 @@ from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability, Fact
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
-from ckptfs.fs.fuse_session import FuseSession, Negotiated
+from ckptfs.fs.fuse_session import FuseSession, Negotiated, not_servable
 from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
+from ckptfs.fs.mount_table import abort_connection, mounts_at
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.process_start import (
@@ -58,6 +62,7 @@ from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, catalog_reserve_bytes, store_reserve
+from ckptfs.fs.upgrade import wait_for_turn
 
 log = logging.getLogger(__name__)
 
@@ -96,14 +101,21 @@ class MountProcess:
         self._agreed = trio.Event()
 
     def _begin_connection(self) -> bool:
-        """Whether this is the connection's first daemon; what an older connection left in the database is void then."""
+        """Whether this is the connection's first process; what an older connection left in the database is void then."""
         known = b"%d" % self._incarnation
-        if self._database.fact(INCARNATION_FACT) == known and self._database.fact(NEGOTIATED_FACT):
+        if self._database.fact(INCARNATION_FACT) == known:
             return False
         self._database.forget_handles()
         self._database.set_fact(NEGOTIATED_FACT, b"")
         self._database.set_fact(INCARNATION_FACT, known)
         return True
+
+    def cannot_take_over(self) -> str:
+        """Why this release can't go on with the connection, or ""."""
+        stored = self._database.fact(NEGOTIATED_FACT)
+        if not stored:
+            return "the mount is not in use yet; try again"
+        return not_servable(msgspec.json.decode(stored, type=Negotiated))
 
     async def run(self) -> None:
         store, config = self._store, self._config
@@ -161,11 +173,14 @@ class MountProcess:
             self._device,
             self._space.guarded(names.handlers() | files.handlers() | inodes.handlers(), was_carried_out),
             allow_passthrough=may_pass,
+            continues=not self._new_connection,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
             on_answered=repeats.answered,
         )
         if session.negotiated is not None:
+            if not session.negotiated.resend:
+                self._give_up()
             self._negotiated(session.negotiated, open_files)
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._durability = Durability(namespace, versions, self._size_of)
@@ -206,6 +221,17 @@ class MountProcess:
             log.info("mount_ended requests=%d", session.statistics().requests)
             await self._end()
             nursery.cancel_scope.cancel()
+
+    def _give_up(self) -> NoReturn:
+        """The requests the earlier process had in hand are lost: nobody would ever answer them."""
+        for mounted in mounts_at(self._config.mountpoint):
+            abort_connection(mounted)
+        end_for_good(
+            self._store.run,
+            "mount",
+            "the mount process was killed, and this kernel can't send again what it had not answered (Linux 6.9 is the first that"
+            " can): programs get errors, not an endless wait",
+        )
 
     def _negotiated(self, agreed: Negotiated, open_files: OpenFiles) -> None:
         self._database.set_fact(NEGOTIATED_FACT, msgspec.json.encode(agreed))
@@ -358,6 +384,7 @@ class MountProcess:
             "incarnation": self._incarnation,
             "space": self._space.status()
             | {"segments_released_bytes": self._release.released_bytes, "warning": self._release.warning},
+            "version": __version__,
         }
 
     def _problems(self) -> list[str]:
@@ -394,7 +421,7 @@ def _may_pass_through(config: NodeConfig) -> tuple[bool, str]:
 
 def main() -> None:
     """Entry of the process."""
-    config_path, device, parent, incarnation = sys.argv[1:]
+    config_path, device, parent, incarnation, *turn = sys.argv[1:]
     die_with_parent(int(parent))
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "mount")
@@ -402,6 +429,8 @@ def main() -> None:
     run_directory = config.store / "run"
     with death_logged(run_directory, "mount"):
         process = MountProcess(config, int(device), int(incarnation))
+        if turn:
+            wait_for_turn(int(turn[0]), process.cannot_take_over())
         write_pid_file(run_directory, "mount")
         trio.run(process.run)
 

@@ -1,14 +1,15 @@
-"""The supervisor: opens the FUSE connection, keeps its descriptor, and keeps the mount and the agent running on it.
+"""The supervisor: makes the FUSE connection, keeps its descriptor, and keeps the mount and the agent running on it.
 
 It stays small so that it never has a reason to die: no catalog of names, no peers, no requests. Its session in the catalog
-says that the node is up; it ends with the lock on the store.
+says that the node is up; it ends with the lock on the store. If it is killed all the same, its children go with it, and the next
+one goes on with the same connection where a service manager kept that; else it cleans the dead mount away.
 """
 
 import contextlib
 import logging
 import os
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -17,21 +18,23 @@ from pathlib import Path
 import msgspec
 import trio
 
+from ckptfs import __version__
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.cache.namespace import Namespace
-from ckptfs.cache.reserve import Reserve
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import begin_session, session_label
-from ckptfs.fs import fuse_device
+from ckptfs.fs import fuse_device, service_manager, upgrade
+from ckptfs.fs.child import Child
 from ckptfs.fs.config import NodeConfig
+from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
 from ckptfs.fs.fuse_device import MountError
-from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
+from ckptfs.fs.mount_table import mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
-from ckptfs.fs.process_start import FOR_GOOD_STATUS, raise_descriptor_limit, remove_pid_file, start_log
+from ckptfs.fs.process_start import FOR_GOOD_STATUS, is_ready, raise_descriptor_limit, remove_pid_file, start_log
 from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
 
@@ -42,59 +45,76 @@ RESTART_SECONDS_MAX = 5.0
 STABLE_SECONDS = 10.0
 """A process that lived this long died by accident: it is restarted at once."""
 STOP_SECONDS = 20.0
-READ_AHEAD_BYTES = 8 << 20
-"""Two stripes of 4+2 cells of 1 MiB: while one is read, the next is fetched."""
 
 
 class Supervisor:
     """One node's supervisor. `run` raises `ConfigurationError`, `CodecUnavailable`, `StoreError`, `DamagedData` and `MountError`
-    before anything is mounted."""
+    before anything is mounted, and `MountError` when one of its processes gave up for good."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, config_path: Path) -> None:
         self._config = config
-        self._incarnation = time.time_ns()
+        self._config_path = config_path
         self._stopping = False
         self._ended_for_good = ""
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._upgrading = False
+        self._python = sys.executable
+        self._children: dict[str, Child] = {}
+        self._replaced: set[Child] = set()
 
     async def run(self) -> None:
         config = self._config
-        check_machine(config)
-        if not mounts_at(config.mountpoint):
-            fuse_device.check_mountpoint(config.mountpoint)  # before a store is made for nothing
+        handed = upgrade.handed_over()
+        if handed is None:
+            check_machine(config)
+            if not mounts_at(config.mountpoint):
+                fuse_device.check_mountpoint(config.mountpoint)  # before a store is made for nothing
         store = StoreDirectory.create_or_open(config.store, config.node_id)
         with contextlib.ExitStack() as held:
-            lock = store.acquire()
-            held.callback(os.close, lock)
-            os.set_inheritable(lock, True)
+            self._lock = store.acquire() if handed is None else handed.lock
+            held.callback(os.close, self._lock)
             start_log(config.log_directory, "supervisor")
-            for left in store.run.glob("config-*.json"):  # of supervisors that were killed
+            for left in store.run.glob("config-*.json"):  # of supervisors that were killed, and of an earlier release
                 left.unlink(missing_ok=True)
-            reserve = store_reserve(store)
-            make_room_to_start(reserve)
-            self._clean_stale_mount(store)
-            fuse_device.check_mountpoint(config.mountpoint)
+            self._reserve = store_reserve(store)
+            make_room_to_start(self._reserve)
             held.callback(remove_pid_file, store.run, "supervisor")
-            seen_revision = check_store(store)
-            examine(config.catalog_path, seen_revision=None if store.cluster is None else seen_revision)
-            label = session_label(store.store_id, self._incarnation)
+            if handed is None:
+                connection = kept_connection(config.mountpoint, store.path)
+                if connection is None:
+                    clean_stale_mount(config.mountpoint, store.path)
+                    fuse_device.check_mountpoint(config.mountpoint)
+                seen_revision = check_store(store)
+                examine(config.catalog_path, seen_revision=None if store.cluster is None else seen_revision)
+            else:  # store and catalog are in use, by the children
+                connection = handed.connection
+                self._children = {role: Child(pid) for role, pid in handed.children.items()}
+            incarnation = time.time_ns() if connection is None else connection.incarnation
+            label = session_label(store.store_id, incarnation)
             kv = SqliteCatalog.open(
                 config.catalog_path,
                 writer_label=f"{config.node_id}/supervisor",
                 session=label,
                 reserve_bytes=catalog_reserve_bytes(config.catalog_path),
             )
-            await self._join(kv, store)
-            device = fuse_device.open_device()
-            held.callback(os.close, device)
-            fuse_device.mount(device, config.mountpoint, config.store, allow_other=config.mount.allow_other)
-            fuse_device.set_read_ahead(config.mountpoint, READ_AHEAD_BYTES)
+            await self._join(kv, store, incarnation)
+            if connection is None:
+                connection = new_connection(config, incarnation)
+                log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, incarnation)
+            else:
+                log.warning(
+                    "connection_taken_over mountpoint=%s incarnation=%d version=%s", config.mountpoint, incarnation, __version__
+                )
+            self._connection = connection
+            held.callback(os.close, connection.device)
             held.callback(fuse_device.unmount, config.mountpoint, lazily=True)
-            log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, self._incarnation)
+            held.callback(forget_connection, connection)
+            upgrade.remove_request(store.run)
             with tempfile.NamedTemporaryFile("wb", suffix=".json", dir=store.run, prefix="config-") as file:
                 file.write(msgspec.json.encode(config))
                 file.flush()
-                await self._supervise(Path(file.name), device, lock, reserve)
+                self._handed_config = file.name
+                service_manager.notify("READY=1")
+                await self._supervise(store)
             await kv.end_session(label)
             await kv.aclose()
             log.info("node_ended")
@@ -102,9 +122,9 @@ class Supervisor:
                 reason = NodeProcesses(store.path).failures().get(role, f"the {role} process gave up; its log says why")
                 raise MountError(f"{reason}; the node has ended, what was closed is safe in its store")
 
-    async def _join(self, kv: SqliteCatalog, store: StoreDirectory) -> None:
+    async def _join(self, kv: SqliteCatalog, store: StoreDirectory, incarnation: int) -> None:
         protection = self._config.protection
-        namespace = Namespace(kv, store.store_id, self._incarnation, time.time_ns)
+        namespace = Namespace(kv, store.store_id, incarnation, time.time_ns)
         wanted = Settings(
             FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
         )
@@ -117,45 +137,43 @@ class Supervisor:
                 settings.parity_shards,
                 settings.cell_size,
             )
-        await begin_session(kv, self._config.node_id, store.store_id, self._incarnation)
+        await begin_session(kv, self._config.node_id, store.store_id, incarnation)
 
-    def _clean_stale_mount(self, store: StoreDirectory) -> None:
-        """A mount that an earlier supervisor left when it was killed: its connection is dead, programs get ENOTCONN from it."""
-        for mounted in reversed(mounts_at(self._config.mountpoint)):
-            if mounted.store == store.path:
-                log.warning("stale_mount_removed mountpoint=%s", mounted.mountpoint)
-                abort_connection(mounted)
-                fuse_device.unmount(mounted.mountpoint, lazily=True)
-
-    async def _supervise(self, config_path: Path, device: int, lock: int, reserve: Reserve) -> None:
-        parent = str(os.getpid())
-        mount = ["ckptfs.fs.mount_process", str(config_path), str(device), parent, str(self._incarnation)]
-        agent = ["ckptfs.fs.agent_process", str(config_path), parent, str(self._incarnation)]
+    async def _supervise(self, store: StoreDirectory) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_running, "mount", mount, (device, lock), reserve, nursery.cancel_scope)
-            nursery.start_soon(self._keep_running, "agent", agent, (lock,), reserve, nursery.cancel_scope)
-            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-                async for _ in signals:
+            nursery.start_soon(self._keep_running, "mount", nursery.cancel_scope)
+            nursery.start_soon(self._keep_running, "agent", nursery.cancel_scope)
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+                async for number in signals:
+                    if number == signal.SIGHUP:
+                        nursery.start_soon(self._upgrade, store)
+                        continue
                     await self._stop()
                     nursery.cancel_scope.cancel()
 
-    async def _keep_running(
-        self, role: str, arguments: list[str], descriptors: tuple[int, ...], reserve: Reserve, scope: trio.CancelScope
-    ) -> None:
+    def _start(self, role: str, *more: str, descriptors: tuple[int, ...] = ()) -> Child:
+        device, incarnation, _ = self._connection
+        command = [self._python, "-P", "-m", f"ckptfs.fs.{role}_process", self._handed_config]
+        command += [str(device)] if role == "mount" else []
+        shared = (device, self._lock) if role == "mount" else (self._lock,)
+        return Child.start([*command, str(os.getpid()), str(incarnation), *more], (*shared, *descriptors))
+
+    async def _keep_running(self, role: str, scope: trio.CancelScope) -> None:
         delay_seconds = RESTART_SECONDS_MIN
         while True:
             started = trio.current_time()
-            make_room_to_start(reserve)
-            # From this thread, not through trio's: a child is told of its parent's death when the thread that made it ends.
-            process = subprocess.Popen([sys.executable, "-P", "-m", *arguments], pass_fds=descriptors, stdin=subprocess.DEVNULL)
-            self._children[role] = process
-            try:
-                status = await _wait_ended(process)
-            finally:
-                if process.poll() is None:
-                    process.kill()
+            if role not in self._children:
+                make_room_to_start(self._reserve)
+                self._children[role] = self._start(role)
+            child = self._children[role]
+            status = await child.reaped()
             if self._stopping:
                 return
+            if self._children[role] is child:
+                del self._children[role]
+            if child in self._replaced:
+                self._replaced.remove(child)
+                continue
             if role == "mount" and status == 0:
                 log.info("unmounted_from_outside: the node ends")
                 await self._stop()
@@ -173,33 +191,78 @@ class Supervisor:
     async def _stop(self) -> None:
         """End in order: the mount commits what is closed, the agent finishes its batch, then the file system goes."""
         self._stopping = True
+        service_manager.notify("STOPPING=1")
         if not fuse_device.unmount(self._config.mountpoint):
             by = described(users_of(self._config.mountpoint), mounts_inside(self._config.mountpoint))
             log.warning("mount_in_use mountpoint=%s by %s: they get errors now", self._config.mountpoint, by)
         for role in ("mount", "agent"):
-            process = self._children.get(role)
-            if process is None or process.poll() is not None:
-                continue
-            process.terminate()
-            with trio.move_on_after(STOP_SECONDS):
-                await _wait_ended(process)
-            if process.poll() is None:
-                log.error("process_did_not_end role=%s: killed", role)
-                process.kill()
+            child = self._children.get(role)
+            if child is not None:
+                await _end(role, child)
+
+    # Going on with another release: the order of it stands in `upgrade`
+
+    async def _upgrade(self, store: StoreDirectory) -> None:
+        request = upgrade.read_request(store.run)
+        if request is None or request.error or self._stopping or self._upgrading:
+            return
+        self._upgrading = True
+        log.info("upgrade_begun from=%s to=%s python=%s", __version__, request.version, request.python)
+        previous, self._python = self._python, request.python
+        try:
+            await self._replace_mount(store)
+            await self._replace_agent()
+            children = {role: child.pid for role, child in self._children.items()}
+            handed = upgrade.HandedOver(self._connection, self._lock, children)
+            upgrade.become(request.python, self._config_path, handed)
+        except (OSError, upgrade.CannotTakeOver) as error:
+            self._python, self._upgrading = previous, False
+            log.error("upgrade_failed to=%s error=%s", request.version, error)
+            upgrade.write_request(store.run, msgspec.structs.replace(request, error=str(error)))
+
+    async def _replace_mount(self, store: StoreDirectory) -> None:
+        """Raises `CannotTakeOver` if the new mount process does not get ready; then the old one goes on."""
+        old = self._children.get("mount")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                new = self._start("mount", str(theirs.fileno()), descriptors=(theirs.fileno(),))
+            refusal = await upgrade.refusal_of(ours)
+            if not refusal and (old is None or self._children.get("mount") is not old or self._stopping):
+                refusal = "the old mount process ended meanwhile and is started anew; try again"
+            if refusal:
+                new.kill()
+                await new.reaped()
+                reason = NodeProcesses(store.path).failures().get("mount", refusal)
+                is_ready(store.run, "mount")  # the old one is
+                raise upgrade.CannotTakeOver(reason)
+            assert old is not None
+            self._replaced.add(old)
+            self._children["mount"] = new
+            old.kill()
+            await old.ended.wait()
+            ours.send(upgrade.GO)
+
+    async def _replace_agent(self) -> None:
+        old = self._children.get("agent")
+        if old is not None:
+            self._replaced.add(old)
+            await _end("agent", old)  # and by then `_keep_running` has started the new one
 
 
-async def _wait_ended(process: "subprocess.Popen[bytes]") -> int:
-    """The process's exit status, once it has one."""
-    descriptor = os.pidfd_open(process.pid)
-    try:
-        await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
-    return process.wait()
+async def _end(role: str, child: Child) -> None:
+    child.terminate()
+    with trio.move_on_after(STOP_SECONDS):
+        await child.ended.wait()
+    if not child.ended.is_set():
+        log.error("process_did_not_end role=%s: killed", role)
+        child.kill()
+        await child.ended.wait()
 
 
-def run(config: NodeConfig) -> None:
-    """Run the node until SIGTERM or until it is unmounted."""
+def run(config: NodeConfig, config_path: Path) -> None:
+    """Run the node until SIGTERM or until it is unmounted. `config_path` is the file the configuration was read from."""
     raise_descriptor_limit()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means an upgrade
     os.chdir("/")
-    trio.run(Supervisor(config).run)
+    trio.run(Supervisor(config, config_path).run)

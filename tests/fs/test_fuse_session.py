@@ -91,6 +91,7 @@ def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
             ends[0].fileno(),
             handlers,
             allow_passthrough=allow_passthrough,
+            continues=negotiated is not None,
             negotiated=negotiated,
             on_negotiated=kernel.negotiated.append,
             on_answered=kernel.answered.append,
