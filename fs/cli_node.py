@@ -102,9 +102,7 @@ def umount(
     ended = processes.wait_ended(time.monotonic() + STOP_SECONDS)
     if not ended:
         if not force:
-            raise NotReached(
-                f"{mounted.mountpoint} is unmounted; its node still syncs what was written after {STOP_SECONDS:.0f} s, and ends by itself"
-            )
+            raise NotReached(f"{mounted.mountpoint} is unmounted; its node still syncs after {STOP_SECONDS:.0f} s, then it ends")
         processes.kill()
     detach(mounted.mountpoint, abort=True)
     if as_json:
