@@ -6,6 +6,7 @@ node that has them answers, programs get EIO and the log says once which inode a
 
 import errno
 import logging
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,9 @@ AGENT_SECONDS_MAX = 60.0
 """How long one request may take an agent that is there: it has limits of its own for peers that hang, 30 s the longest."""
 
 RETRY_SECONDS = 0.2
+IMPATIENT_SECONDS = 30.0
+"""For so long after attributes could not be had from a home they are asked for once only: a listing of a thousand files whose
+home is away waits once, not a thousand times."""
 
 
 class ContentGone(ContentUnreachable):
@@ -59,9 +63,11 @@ class RemoteContent:
         self._agent = agent
         self._wait_seconds = wait_seconds
         self._complained: dict[InodeNumber, float] = {}
+        self._impatient_until = -math.inf
 
     async def attributes(self, ino: InodeNumber, vid: Vid, version: Version | None) -> RemoteAttributes:
-        """Size and times of a file that its home may be writing."""
+        """Size and times of a file that its home may be writing. The kernel asks for them before each open and read, so they
+        wait as reads do."""
         answer = await self._ask({"do": "attributes", "ino": ino, **_opened(vid, version)}, ino)
         return RemoteAttributes(answer["size"], answer["mtime_ns"], answer["blocks"])
 
@@ -84,6 +90,7 @@ class RemoteContent:
 
     async def _ask(self, request: Message, ino: InodeNumber) -> Message:
         deadline = trio.current_time() + self._wait_seconds
+        is_for_attributes = request["do"] == "attributes"
         while True:
             try:
                 answer = await self._agent.call(request, timeout_seconds=AGENT_SECONDS_MAX)
@@ -94,10 +101,13 @@ class RemoteContent:
                     raise ContentGone(message)
                 if answer.get("error") == "full":
                     raise OSError(errno.ENOSPC, message)
-                may_pass = answer.get("error") == "unreachable" and request["do"] != "attributes"
+                is_away = answer.get("error") == "unreachable"
+                may_pass = is_away and not (is_for_attributes and trio.current_time() < self._impatient_until)
             except NodeNotAnswering as error:
-                message, may_pass = f"this node's agent does not answer ({error})", True
+                message, is_away, may_pass = f"this node's agent does not answer ({error})", False, True
             if not may_pass or trio.current_time() + RETRY_SECONDS > deadline:
+                if is_away and is_for_attributes:
+                    self._impatient_until = trio.current_time() + IMPATIENT_SECONDS
                 self.complain(ino, message)
                 raise ContentUnreachable(message)
             await trio.sleep(RETRY_SECONDS)
