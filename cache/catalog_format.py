@@ -155,7 +155,9 @@ class Shard(msgspec.Struct, array_like=True, frozen=True):
 class Version(msgspec.Struct, array_like=True, frozen=True):
     """One content. `segment` is its backing file on `home`. `durable`: the bytes were fdatasynced once, so that the segment
     survives a power cut. `size`, `root` (16 bytes) are valid from LOCAL on, the code and `shards` from PROTECTED on; shard i is
-    `shards[i]`. `dead_at_ns` is wall time, for a grace only; the revision of a death is the `mod_revision` of the key."""
+    `shards[i]`. `dead_at_ns` is wall time, for a grace only; the revision of a death is the `mod_revision` of the key.
+    `damaged`: the segment was hashed again and isn't what it was when the file was closed: nobody reads it (LOCAL and
+    PROTECTED)."""
 
     format: int
     ino: Annotated[InodeNumber, _POSITIVE]
@@ -173,6 +175,7 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
     local_revision: int = 0
     dead_revision: int = 0
     dead_at_ns: int = 0
+    damaged: bool = False
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True):

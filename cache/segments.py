@@ -14,8 +14,10 @@ import fcntl
 import os
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
+from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.file_identity import FileIdentity, file_identity
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
@@ -24,6 +26,8 @@ ATTRIBUTE = "user.ckptfs"
 FORMAT_VERSION = 1
 _LABEL = struct.Struct("<BQ")
 _HEX = re.compile("[0-9a-f]+")
+UNREADABLE = bytes(HASH_SIZE)
+"""In place of a cell's hash: the drive doesn't give the cell. No content is known that has this hash."""
 
 
 class Segments:
@@ -176,3 +180,27 @@ def has_no_writer(descriptor: int) -> bool:
         raise
     fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
+
+
+def hash_cells(
+    descriptor: int, cell_size: int, first_cell: int, count: int, still_wanted: Callable[[], object] = lambda: None
+) -> bytes:
+    """The hashes of up to `count` cells of the file, read from the drive where the kernel lets go of its cached pages: fewer at
+    the file's end, where the last cell may be short. `still_wanted` is called before each cell, and raises to end it."""
+    start = first_cell * cell_size
+    os.posix_fadvise(descriptor, start, count * cell_size, os.POSIX_FADV_DONTNEED)
+    end = min(os.fstat(descriptor).st_size, start + count * cell_size)
+    table = bytearray()
+    buffer = memoryview(bytearray(min(cell_size, max(end - start, 0))))
+    for offset in range(start, end, cell_size):
+        still_wanted()
+        length = min(cell_size, end - offset)
+        try:
+            read = os.preadv(descriptor, [buffer[:length]], offset)
+        except OSError:
+            table += UNREADABLE
+            continue
+        if not read:
+            break
+        table += cell_hash(buffer[:read])
+    return bytes(table)

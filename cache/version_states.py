@@ -8,7 +8,9 @@ OPEN         LOCAL         `Versions.commit_local`: the bytes are synced and has
 LOCAL        PROTECTED     `Versions.commit_protected`: every shard acknowledged, every holder still in the cluster (R10)
 PROTECTED    PROTECTED     `Versions.commit_repaired`: a shard has another holder, in the cluster, with the same root;
                            `Versions.release_segment`: its home keeps no segment of it;
-                           `version_reshape.commit_reshaped`: a larger code, every shard of it acknowledged
+                           `version_reshape.commit_reshaped`: a larger code, every shard of it acknowledged;
+                           `Versions.replace_segment`: a right segment takes the place of a damaged one
+LOCAL, PROT. (the same)    `Versions.mark_damaged`: what hashing the segment again showed
 PROTECTED    DEAD          replaced, rewritten or removed: a tombstone, because the shards outlive it (R1)
 OPEN, LOCAL  (no key)      the same for what was never protected; and an open version whose bytes a power cut took
 DEAD         (no key)      reclaim

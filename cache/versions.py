@@ -28,6 +28,7 @@ from ckptfs.cache.catalog_records import Conflict, Plan, commit, existing_inode,
 from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, StoreId, Vid, new_vid
 from ckptfs.cache.removal import end_versions
+from ckptfs.cache.segment_records import mark_damaged, replace_segment
 from ckptfs.cache.version_recovery import Dropped, drop_open_versions, versions_at_home
 from ckptfs.cache.version_states import version_step
 
@@ -127,7 +128,7 @@ class Versions:
         version is local. Without one the current version's segment, which must be here, carries on.
 
         Raises `HeldElsewhere` if another node is writing, or holds the bytes that were to carry on; `NoSuchName`; `NotPermitted`
-        for what isn't a regular file; `DamagedData` if there is no content to carry on.
+        for what isn't a regular file; `DamagedData` if there is no content to carry on, or its segment is known to be damaged.
         """
 
         async def open_(inode: Inode, plan: Plan) -> OpenedForWriting:
@@ -199,6 +200,8 @@ class Versions:
             raise HeldElsewhere(f"the bytes of inode {ino} are on store {before.home.hex()}")
         if before.segment == NO_SEGMENT:
             raise ValueError(f"inode {ino} has no segment here to carry on")
+        if before.damaged:  # a new version would be hashed as it is, and its damage look like content
+            raise DamagedData(f"the segment of inode {ino} is damaged: it can't be carried on")
         plan.compares.append(Unchanged(version_key(inode.cur), revision))
         if before.state is VersionState.PROTECTED:
             plan.operations.append(version_step(inode.cur, before, msgspec.structs.replace(before, segment=NO_SEGMENT)))
@@ -256,7 +259,7 @@ class Versions:
             version, revision = found
             if version.state is not VersionState.PROTECTED or version.home != self._writer.store or version.segment == NO_SEGMENT:
                 return False
-            released = version_step(vid, version, msgspec.structs.replace(version, segment=NO_SEGMENT))
+            released = version_step(vid, version, msgspec.structs.replace(version, segment=NO_SEGMENT, damaged=False))
             await commit(self.kv, [Unchanged(version_key(vid), revision)], [released])
             return True
 
@@ -278,6 +281,18 @@ class Versions:
             return True
 
         return await repeated(attempt)
+
+    # Segments
+
+    async def mark_damaged(self, vid: Vid, segment: SegmentId, damaged: bool) -> bool:
+        """Record what hashing the segment showed. False if the version ended or has another segment: then it says nothing."""
+        return await mark_damaged(self.kv, vid, segment, damaged)
+
+    async def replace_segment(self, vid: Vid, before: SegmentId, after: SegmentId) -> bool:
+        """Name the right segment that takes the place of a protected version's damaged one, here at its home. False if the
+        version ended or has another segment. It survives a power cut after `KeyValue.make_durable`; only then may the old one
+        go."""
+        return await replace_segment(self.kv, self._writer.store, vid, before, after)
 
     # Local and protected
 
@@ -348,6 +363,7 @@ class Versions:
             data_shards=protected.data_shards,
             parity_shards=protected.parity_shards,
             shards=list(protected.shards),
+            damaged=False,
         )
         plan.operations.append(version_step(protected.vid, version, after))
         ending = await end_versions(self.kv, [inode.prot, inode.prev], self.now_ns())

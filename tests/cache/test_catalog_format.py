@@ -81,7 +81,7 @@ VECTORS: dict[str, tuple[Any, str]] = {
     ),
     "open": (
         Version(1, InodeNumber(2), VersionState.OPEN, S, G),
-        "dc0010010201c41053535353535353535353535353535353c41047474747474747474747474747474747c200c4000100000090000000",
+        "dc0011010201c41053535353535353535353535353535353c41047474747474747474747474747474747c200c4000100000090000000c2",
     ),
     "protected": (
         Version(
@@ -99,10 +99,16 @@ VECTORS: dict[str, tuple[Any, str]] = {
             1 << 20,
             [Shard(S, b"0" * 16), Shard(T, b"1" * 16)],
         ),
-        "dc0010010203c41053535353535353535353535353535353c41047474747474747474747474747474747c3cf000001000000"
+        "dc0011010203c41053535353535353535353535353535353c41047474747474747474747474747474747c3cf000001000000"
         "0000c41072727272727272727272727272727272010101ce001000009292c41053535353535353535353535353535353c410"
         "3030303030303030303030303030303092c41054545454545454545454545454545454c41031313131313131313131313131"
-        "313131000000",
+        "313131000000c2",
+    ),
+    "damaged": (
+        Version(1, InodeNumber(2), VersionState.LOCAL, S, G, True, 3, R, cell_size=3, damaged=True),
+        "dc0011010202c41053535353535353535353535353535353c41047474747474747474747474747474747c303c41072727272"
+        "727272727272727272727272010000039000000"
+        "0c3",
     ),
     "dead": (
         Version(
@@ -123,9 +129,9 @@ VECTORS: dict[str, tuple[Any, str]] = {
             0,
             5,
         ),
-        "dc0010010204c41053535353535353535353535353535353c41000000000000000000000000000000000c303c41072727272"
+        "dc0011010204c41053535353535353535353535353535353c41000000000000000000000000000000000c303c41072727272"
         "727272727272727272727272020100cd10009192c41053535353535353535353535353535353c41072727272727272727272"
-        "727272727272000005",
+        "727272727272000005c2",
     ),
     "store": (
         Store(1, NodeId("node-1"), StoreState.IN, "127.0.0.1:7000", "/nvme/store", {"rack": "r1"}, b"cert"),
@@ -143,6 +149,12 @@ def test_golden_vectors(name: str) -> None:
     record, digits = VECTORS[name]
     assert pack(record).hex() == digits
     assert unpack(type(record), bytes.fromhex(digits)) == record
+
+
+def test_a_record_without_the_newest_fields_has_their_defaults() -> None:
+    version, digits = VECTORS["protected"]
+    older = bytes.fromhex("dc0010" + digits[6:-2])  # as it was written before there was `damaged`
+    assert unpack(Version, older) == version
 
 
 def test_golden_keys() -> None:

@@ -699,3 +699,79 @@ async def test_sessions_come_and_go(open_catalog: OpenCatalog) -> None:
     assert {node: (session.store, session.incarnation) for node, session in found.items()} == {"n": (ME, 3)}
     assert await kv.end_session(label) == 1
     assert await store_registry.sessions(kv) == {}
+
+
+# Segments that turned out to be damaged
+
+
+async def test_what_hashing_a_segment_showed_is_put_down_and_taken_back(world: World) -> None:
+    for made in (await world.make_local(b"local"), await world.make_protected(b"protected")):
+        version = await world.mine.version(made.vid)
+        assert version is not None
+        for damaged in (True, True, False):
+            assert await world.theirs.mark_damaged(made.vid, version.segment, damaged)
+            after = await world.mine.version(made.vid)
+            assert after == msgspec.structs.replace(version, damaged=damaged)
+
+
+async def test_a_verdict_on_another_segment_says_nothing(world: World) -> None:
+    opened = await world.make(b"open")
+    protected = await world.make_protected(b"protected")
+    version, open_version = await world.mine.version(protected.vid), await world.mine.version(opened.vid)
+    assert version is not None
+    assert open_version is not None
+    assert not await world.mine.mark_damaged(protected.vid, new_segment_id(), True)
+    assert not await world.mine.mark_damaged(opened.vid, open_version.segment, True)
+    assert not await world.mine.mark_damaged(new_vid(), version.segment, True)
+    # Opened for writing: the segment may hold other bytes from here on.
+    await world.mine.open_for_writing(protected.ino, truncate_to_new_segment=None)
+    assert not await world.mine.mark_damaged(protected.vid, version.segment, True)
+    assert await world.state(protected.vid) is VersionState.PROTECTED
+
+
+async def test_a_damaged_segment_is_never_carried_on(world: World) -> None:
+    for made in (await world.make_local(b"local"), await world.make_protected(b"protected")):
+        version = await world.mine.version(made.vid)
+        assert version is not None
+        await world.mine.mark_damaged(made.vid, version.segment, True)
+        with pytest.raises(DamagedData, match="can't be carried on"):
+            await world.mine.open_for_writing(made.ino, truncate_to_new_segment=None)
+        assert await world.mine.version(made.vid) == msgspec.structs.replace(version, damaged=True)
+        opened = await world.mine.open_for_writing(made.ino, truncate_to_new_segment=new_segment_id())
+        assert not opened.version.damaged
+
+
+async def test_protecting_a_version_takes_its_damage_back(world: World) -> None:
+    made = await world.make_local(b"file")
+    version = await world.mine.version(made.vid)
+    assert version is not None
+    await world.mine.mark_damaged(made.vid, version.segment, True)
+    assert await world.mine.commit_protected([world.protected(made.ino, made.vid)]) == {made.vid}
+    after = await world.mine.version(made.vid)
+    assert after is not None
+    assert not after.damaged
+
+
+async def test_a_right_segment_takes_the_place_of_a_damaged_one(world: World) -> None:
+    made = await world.make_protected(b"file")
+    version, new = await world.mine.version(made.vid), new_segment_id()
+    assert version is not None
+    await world.mine.mark_damaged(made.vid, version.segment, True)
+    assert not await world.theirs.replace_segment(made.vid, version.segment, new)  # it has its home elsewhere
+    assert not await world.mine.replace_segment(made.vid, new_segment_id(), new)
+    assert await world.mine.replace_segment(made.vid, version.segment, new)
+    assert await world.mine.version(made.vid) == msgspec.structs.replace(version, segment=new)
+    assert not await world.mine.replace_segment(made.vid, version.segment, new_segment_id())
+    opened = await world.mine.open_for_writing(made.ino, truncate_to_new_segment=None)
+    assert opened.segment == new
+
+
+async def test_what_is_not_protected_keeps_its_segment(world: World) -> None:
+    made = await world.make_local(b"file")
+    version = await world.mine.version(made.vid)
+    assert version is not None
+    assert not await world.mine.replace_segment(made.vid, version.segment, new_segment_id())
+    assert not await world.mine.replace_segment(new_vid(), version.segment, new_segment_id())
+    with pytest.raises(ValueError, match="no segment"):
+        await world.mine.replace_segment(made.vid, version.segment, NO_SEGMENT)
+    assert await world.mine.version(made.vid) == version
