@@ -29,9 +29,11 @@ from ckptfs.replication.code_raiser import CodeRaiser
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import ReplicationError
-from ckptfs.replication.holders import Holders, Peers
+from ckptfs.replication.holders import Holders, Keepers, Peers
+from ckptfs.replication.kept_content import KeptContent, SwitchSegment
 from ckptfs.replication.local_copies import LocalCopies
 from ckptfs.replication.members import Member, Members
+from ckptfs.replication.mend import Mender
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
@@ -86,6 +88,7 @@ class Agent:
         transport: Transport,
         local_versions: LocalVersions,
         on_protected: Callable[[Sequence[Vid]], Awaitable[bool]],
+        switch_segment: SwitchSegment,
         now_ns: Callable[[], int],
         settings: AgentSettings | None = None,
         *,
@@ -117,9 +120,6 @@ class Agent:
             self._opened = opened.pop_all()
         self._settle = settle
         self._hurried = trio.Event()
-        self.server = PeerServer(
-            self.shard_store, self.small_copies, segments, identity, transport, on_hurry=self._hurry_for_a_peer
-        )
         self.peers = Peers(transport, identity)
         self.members = Members(store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes)
         self.holders = Holders(self.members, self._own, self.peers)
@@ -142,6 +142,11 @@ class Agent:
         self.reader = StripeReader(self.members, self.holders, codec)
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
+        kept = KeptContent(store.store_id, self.versions, self.holders, self.restorer, switch_segment)
+        self.server = PeerServer(
+            self.shard_store, self.small_copies, segments, kept, identity, transport, on_hurry=self._hurry_for_a_peer
+        )
+        keepers = Keepers(self.members, kept, self.holders)
         self.raiser = CodeRaiser(
             kv,
             protector,
@@ -156,7 +161,8 @@ class Agent:
         )
         self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
-        self.verifier = Verifier(self.reader, self.members, self.holders, codec, take_buffer)
+        self.verifier = Verifier(self.reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
+        self.mender = Mender(self.members, keepers)
         self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
         self.address = ""
 

@@ -5,6 +5,7 @@ It may be killed at any moment: what waits stands in `mount.db`, what is held in
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import trio
 
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.ids import Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.mount_db import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
@@ -32,15 +33,20 @@ from ckptfs.fs.process_start import (
 )
 from ckptfs.fs.space import catalog_reserve_bytes
 from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.local_copies import CopyPlace
+from ckptfs.replication.peer_client import Mended
 from ckptfs.replication.transport import PlainTransport
 
 log = logging.getLogger(__name__)
 
 VIDS_PER_MESSAGE = 1000
 
+SWITCH_SECONDS_MAX = 3600.0
+"""How long the mount may take to copy, sync and hash the largest file; a dead one breaks off at once."""
+
 
 class MountTeller:
-    """Tells the node's mount what is protected now, and when it is to hurry."""
+    """What the agent tells the node's mount, and has it do."""
 
     def __init__(self, mount: LocalClient) -> None:
         self._mount = mount
@@ -63,6 +69,16 @@ class MountTeller:
             await self._mount.call({"do": "settle"})
         except NodeNotAnswering as error:
             log.info("mount_not_told error=%s", error)
+
+    async def switch_segment(self, ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
+        """Have the mount put a segment made of the copy in the place of a damaged one."""
+        place = {"copy": os.fspath(copy.path), "identity": copy.identity}
+        request = {"do": "switch_segment", "ino": ino, "vid": vid, "before": before, **place}
+        try:
+            answer = await self._mount.call(request, timeout_seconds=SWITCH_SECONDS_MAX)
+        except NodeNotAnswering as error:
+            return Mended(False, f"the mount process does not answer ({error}): try again")
+        return Mended(bool(answer.get("ok")), str(answer.get("message", "")))
 
 
 async def run(config: NodeConfig, incarnation: int) -> None:
@@ -98,6 +114,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         PlainTransport(),
         waiting,
         teller.protected,
+        teller.switch_segment,
         time.time_ns,
         settings,
         settle=teller.settle,

@@ -14,7 +14,7 @@ log has it).
     attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
-                                       `paths` (bytes, one for each inode) go as hints with copies that are made again
+                                       `paths` (bytes, one for each inode) go as hints with shards that are made again
     status                             -> see `status`
 
     * and {vid, version}: what a program has open, its record packed. Of a file that was removed, this is meant.
@@ -36,6 +36,7 @@ from ckptfs.fs.local_socket import Message
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace
 from ckptfs.replication.stripe_reader import ContentDamaged
+from ckptfs.replication.verify_report import FileReport
 
 log = logging.getLogger(__name__)
 
@@ -242,28 +243,54 @@ class AgentRequests:
         for ino, path in zip(inos, paths, strict=True):
             for _ in range(REPAIR_TRIES):
                 report = await self._verify_one(ino, bool(request.get("deep")), bool(request.get("repair")), bytes(path))
-                if report is None or report["result"] != "gone":
+                if report is None or not report.is_gone:
                     break
             if report is not None:
-                files.append(report)
+                files.append(report.as_message())
         return {"files": files}
 
-    async def _verify_one(self, ino: InodeNumber, deep: bool, repair: bool, path: bytes) -> Message | None:
-        """The report of what the file is now; `gone` if that changed while it was being repaired."""
+    async def _verify_one(self, ino: InodeNumber, deep: bool, repair: bool, path: bytes) -> FileReport | None:
+        """The report of what the file is now; one that says so if that changed meanwhile."""
+        agent = self._agent
         try:
-            inode = await self._agent.namespace.inode(ino)
+            inode = await agent.namespace.inode(ino)
         except NoSuchName:
             return None
         if not inode.is_regular:
             return None
-        vid = inode.cur
-        version = None if vid is None else await self._agent.versions.version(vid)
-        if vid is None or version is None:
-            return {"ino": ino, "result": "lost" if inode.lost else "unprotected", "bytes": inode.size}
-        report = await self._agent.verifier.verify(ino, vid, version, deep=deep)
-        if repair:
-            report = await self._agent.repairer.repair(ino, vid, version, report, path)
-        return report.as_message()
+        version = None if inode.cur is None else await agent.versions.version(inode.cur)
+        if inode.cur is None or version is None:
+            report = FileReport(ino, inode.size, is_protected=False, is_lost=inode.open is None)
+            report.is_gone = await self._moved_on(ino, inode)
+        else:
+            report = await agent.verifier.verify(ino, inode.cur, version, deep=deep)
+            if repair:
+                report = await agent.repairer.repair(ino, inode.cur, version, report, path)
+                await agent.mender.mend(inode.cur, version, report)
+        if inode.writer is not None and inode.open is not None and not await self._is_at_home(inode.open):
+            report.reading = report.reading or "unreachable"
+            report.add(f"only {agent.members.name_of(inode.writer.store)} has what is being written, and it is away")
+        return report
+
+    async def _is_at_home(self, vid: Vid) -> bool:
+        """Whether the home of a version that is being written answers for it."""
+        version = await self._agent.versions.version(vid)
+        try:
+            if version is not None:
+                await self._agent.holders.segment_status(version.home, version.segment)
+        except (ShardNotFound, ShardDamaged):
+            return True  # it answers; the version ended, or was never finished
+        except ReplicationError:
+            return False
+        return True
+
+    async def _moved_on(self, ino: InodeNumber, before: Inode) -> bool:
+        """Whether the file has other content now than its record said a moment ago, or is gone."""
+        try:
+            now = await self._agent.namespace.inode(ino)
+        except NoSuchName:
+            return True
+        return (now.cur, now.open) != (before.cur, before.open)
 
     async def _status(self, request: Message) -> Message:
         """`stores`: every store with `live`; `replicator`, `restorer`, `server`: their statistics; `shards_held`."""
@@ -288,6 +315,7 @@ class AgentRequests:
             "waiting_count": replicator.waiting_count,
             "waiting_bytes": replicator.waiting_bytes,
             "oldest_waiting_ns": replicator.oldest_waiting_ns,
+            "damaged_count": None if request.get("fresh") else await self._damaged_count(),
             "failures": dict(replicator.failures_by_store),
             "last_error": replicator.last_error,
             "replicator": asdict(replicator),
@@ -296,6 +324,7 @@ class AgentRequests:
                 "bytes_passed": agent.restorer.bytes_passed,
                 "cells_read": counters.cells_read,
                 "cells_decoded": counters.cells_decoded,
+                "cells_from_home": counters.cells_from_home,
                 "damaged_by_store": {store.hex(): count for store, count in counters.damaged_by_store.items()},
                 "failed_by_store": {store.hex(): count for store, count in counters.failed_by_store.items()},
             },
@@ -321,6 +350,11 @@ class AgentRequests:
             ],
         }
         return answer
+
+    async def _damaged_count(self) -> int:
+        """How many of this node's files that wait for protection are known to be damaged."""
+        versions = [await self._agent.versions.version(vid) for vid in self._agent.replicator.waiting_vids()]
+        return sum(version is not None and version.damaged for version in versions)
 
 
 def _place(place: CopyPlace) -> Message:

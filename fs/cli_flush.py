@@ -10,7 +10,7 @@ import typer
 
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, path_of, print_json
-from ckptfs.fs.status import FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
+from ckptfs.fs.status import HOPELESS, FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
 
 POLL_SECONDS = 0.1
 HURRY_SECONDS = 1.0
@@ -49,10 +49,16 @@ def flush(
     elif not behind:
         console().print(f"{to}: {human_bytes(size_bytes)} in {file_count} files, after {seconds:.1f} s")
     if behind:
+        hopeless = any(file.state in HOPELESS for file in behind)
         names = ", ".join(f"{file.path} ({file.state})" for file in behind[:SHOWN_MAX])
         more = f" and {len(behind) - SHOWN_MAX} more" if len(behind) > SHOWN_MAX else ""
         raise NotReached(
-            f"not {to} after {seconds:.1f} s: {names}{more}; `ckptfs status` of the mount shows what holds it up",
+            f"not {to} after {seconds:.1f} s: {names}{more}; "
+            + (
+                "what is damaged or lost has to be saved again"
+                if hopeless
+                else "`ckptfs status` of the mount shows what holds it up"
+            ),
             reported=as_json,
         )
 
@@ -62,7 +68,8 @@ def wait_until(
 ) -> tuple[list[FileStanding], int, int]:
     """Wait for the files there are now; those made later are not waited for, those deleted meanwhile no longer.
 
-    Returns the files still behind (none: reached), how many files there were, and their bytes.
+    Returns the files still behind (none: reached), how many files there were, and their bytes; early if none of those behind
+    can ever reach it.
     """
     waiting: dict[Place, list[tuple[int, str, int]]] = {}
     for path in paths:
@@ -87,7 +94,7 @@ def wait_until(
                     _hurry(place, late)
                     hurry_at = time.monotonic() + HURRY_SECONDS
             progress.update(bar, completed=total - sum(file.size_bytes for file in behind))
-            if not behind or (deadline is not None and time.monotonic() >= deadline):
+            if all(file.state in HOPELESS for file in behind) or (deadline is not None and time.monotonic() >= deadline):
                 return behind, count, total
             time.sleep(POLL_SECONDS)
 

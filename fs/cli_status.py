@@ -132,8 +132,10 @@ _RISKS = {
     "degraded": ", not safe if one more of its holders is lost",
     "protected": ", not safe if one of its holders is lost",
     "unreachable": ": start the nodes that hold it",
+    "damaged": ": its drive changed its bytes before it was protected, and nothing can repair it: save it again",
     "lost": ": no content survived",
 }
+SHOWN_MAX = 20
 
 
 def _path_text(document: dict[str, Any]) -> RenderableType:
@@ -142,4 +144,7 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
     tail = f", survives the loss of any {survives} failure domains" if survives else _RISKS.get(document["state"], "")
     if not document["files"]:
         tail = ""
+    if document["files"] > 1 and document["damaged"]:
+        more = f" and {len(document['damaged']) - SHOWN_MAX} more" if len(document["damaged"]) > SHOWN_MAX else ""
+        tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"
     return f"{document['state']}: {human_bytes(document['bytes'])}{files}{tail}"

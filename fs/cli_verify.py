@@ -1,4 +1,4 @@
-"""`ckptfs verify`: have every shard re-read and hashed where it lies, say what is wrong, and have it made again."""
+"""`ckptfs verify`: have every shard re-read and hashed where it lies, say what is wrong, and have it made right."""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from ckptfs.fs.cli_errors import NotReached, Unreachable
 from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, path_of, print_json
 from ckptfs.fs.format_checks import check_format
 from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.mount_table import mount_of
 from ckptfs.fs.status import Place, place_of_path, places_of_cluster, places_of_this_machine, walk_files
 
 FILES_PER_REQUEST = 16
@@ -18,7 +19,7 @@ ANSWER_SECONDS = 3600.0
 """One request reads every shard of its files; a slow disk with large files takes long, and a dead agent breaks off at once."""
 
 GOOD = ("ok", "unprotected", "repaired")
-"""`unprotected`: there are no shards yet, so nothing can be wrong with them."""
+"""`unprotected`: there are no shards yet, and its home's segment is right."""
 
 UNKNOWN = "unreachable"
 """Nothing is known to be wrong, but not every holder could be asked."""
@@ -32,12 +33,15 @@ def verify(
         ),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Decode everything, compare it with what was written, and open the formats.")
+        bool,
+        typer.Option("--deep", help="Decode everything, hash homes' segments and local copies too, and open the formats."),
     ] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Rebuild the shards that are damaged or missing.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Make right what is damaged or missing, out of what is right.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Re-read and hash every shard. Without PATH: everything in the mounts of this machine."""
+    """Re-read and hash every shard, and what isn't protected yet. Without PATH: everything in the mounts of this machine."""
     results: list[dict[str, Any]] = []
     for place, root in _targets(paths):
         place.ask("mount", {"do": "status"})
@@ -53,7 +57,7 @@ def verify(
         more = (
             "; why they could not be repaired stands with each"
             if repair
-            else "; `ckptfs verify --repair` rebuilds what can be rebuilt"
+            else "; `ckptfs verify --deep --repair` makes right what can be"
         )
         raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be{more}", reported=as_json)
     if unknown:
@@ -65,7 +69,7 @@ def _targets(paths: list[Path] | None) -> list[tuple[Place, Path]]:
         return [(place, place.mountpoint) for place in places_of_this_machine()]
     found = []
     for path in paths:
-        if LocalCluster.is_one(path):
+        if mount_of(path) is None and LocalCluster.is_one(path):
             place = _first_that_answers(places_of_cluster(LocalCluster(path)))
             found.append((place, place.mountpoint))
         else:
@@ -99,7 +103,7 @@ def _verify_files(
                 fact = by_inode.get(ino)
                 if fact is None or fact["result"] == "gone":
                     continue  # deleted meanwhile
-                if deep and fact["result"] in GOOD and (wrong := check_format(Path(path))):
+                if deep and fact["result"] in ("ok", "unprotected") and (wrong := check_format(Path(path))):
                     fact = {**fact, "result": "format", "message": wrong}
                 yield {"path": path, **fact}
                 progress.advance(bar, size)

@@ -5,9 +5,10 @@ from typing import Any
 
 from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, VersionState
 from ckptfs.cache.errors import NoSuchName
-from ckptfs.cache.ids import InodeNumber, StoreId
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.versions import Versions
+from ckptfs.replication.home_segment import has_segment
 from ckptfs.replication.members import DOMAIN_LABEL
 from ckptfs.replication.placement import UNREADABLE, protected_m
 
@@ -30,7 +31,8 @@ class Durability:
         """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`.
 
         `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away, or with less
-        parity than the stores there are now could have), "unreachable" (no node that has the bytes answers) or "lost".
+        parity than the stores there are now could have), "unreachable" (no node that has the bytes answers), "damaged" (not
+        protected, and its segment is not what was hashed) or "lost".
         `protected_m` is 0 for what isn't protected.
         """
         facts: dict[int, Fact] = {}
@@ -46,9 +48,7 @@ class Durability:
     async def _fact(
         self, ino: InodeNumber, inode: Inode, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
     ) -> Fact:
-        being_written = inode.writer is not None
-        vid = inode.open if being_written and inode.open is not None else inode.cur
-        version = None if vid is None else await self._versions.version(vid)
+        inode, version = await self._shown(ino, inode)
         if version is None:
             return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": ""}
         home = stores.get(version.home)
@@ -64,15 +64,31 @@ class Durability:
         elif version.state is VersionState.PROTECTED:
             survives = _survives(version, stores, live, parity_shards)
             fact["protected_m"] = max(0, survives)
-            if survives == UNREADABLE:
+            if survives == UNREADABLE and not (has_segment(version) and not version.damaged and version.home in live):
                 fact["state"] = "unreachable"
             elif any(shard.store not in live for shard in version.shards):
                 fact["state"] = "degraded"
             elif version.shards and version.parity_shards < min(parity_shards, len(_domains(stores, live)) - 1):
                 fact["state"] = "degraded"  # protected while fewer stores were there: it will be raised
+        elif version.damaged:
+            fact["state"] = "damaged"
         elif version.home not in live:
             fact["state"] = "unreachable"
         return fact
+
+    async def _shown(self, ino: InodeNumber, inode: Inode) -> tuple[Inode, Version | None]:
+        """The version that is being written, else the current one; None if the inode names one that isn't there any more."""
+        before: Vid | None = None
+        while True:
+            vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
+            version = None if vid is None else await self._versions.version(vid)
+            if version is not None or vid == before:
+                return inode, version
+            before = vid
+            try:
+                inode = await self._namespace.inode(ino)  # it may have ended between the two questions
+            except NoSuchName:
+                return inode, None
 
 
 def _domains(stores: dict[StoreId, Store], live: set[StoreId]) -> set[str]:

@@ -208,8 +208,11 @@ class FileOperations:
     async def _for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
         file = self._open_files.get(ino)
         if file is not None and file.is_home:
-            if self._is_current(file, inode):
+            is_sound = await self._is_sound(file)
+            if self._is_current(file, inode) and is_sound:
                 return file
+            if file.handles and not is_sound:
+                raise _damaged_in_use(file)
             if file.handles:
                 # Its lane is taken: the kernel lets no other bytes be opened beside it.
                 raise ContentUnreachable(
@@ -221,7 +224,9 @@ class FileOperations:
             vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
             version = None if vid is None else await self._versions.version(vid)
             if vid is not None and version is not None:
-                if version.home == self._store:
+                if version.damaged and version.state is VersionState.LOCAL:
+                    raise _damaged_and_unprotected(ino, version)
+                if version.home == self._store and not version.damaged:
                     home = self._home_file(ino, vid, version)
                     if home is not None:
                         return home
@@ -235,6 +240,13 @@ class FileOperations:
         if inode.writer is not None:
             return inode.writer.store == self._store
         return inode.cur == file.vid
+
+    async def _is_sound(self, file: FileInUse) -> bool:
+        """Whether nobody has found the file's segment damaged since it was sealed, and put another in its place perhaps."""
+        if file.state not in (FileState.LOCAL, FileState.PROTECTED):
+            return True
+        version = await self._versions.version(file.vid)
+        return version is None or (not version.damaged and version.segment in (file.segment, NO_SEGMENT))
 
     def _home_file(self, ino: InodeNumber, vid: Vid, version: Version) -> FileInUse | None:
         """The file with its segment open, or None if the segment was released. An existing entry becomes the home's."""
@@ -290,9 +302,17 @@ class FileOperations:
     async def _begin_writing(self, ino: InodeNumber, inode: Inode, truncate: bool) -> FileInUse:
         file = self._open_files.get(ino)
         in_use = file is not None and file.handles > 0
+        if file is not None and file.is_home and not await self._is_sound(file):
+            # A new version in the same segment would be hashed as it is, and its damage look like content.
+            if in_use:
+                raise _damaged_in_use(file)
+            self._open_files.drop(file)
+            file = None
         if not (truncate and not in_use):
             version = None if inode.cur is None else await self._versions.version(inode.cur)
-            if version is not None and inode.cur is not None and version.home == self._store:
+            if version is not None and version.damaged and version.state is VersionState.LOCAL:
+                raise _damaged_and_unprotected(ino, version)
+            if version is not None and inode.cur is not None and version.home == self._store and not version.damaged:
                 file = self._home_file(ino, inode.cur, version)
         if file is not None and file.is_home and (in_use or not truncate):
             return await self._rewrite_in_place(file, inode, truncate)
@@ -316,7 +336,9 @@ class FileOperations:
     async def _current_home_file(self, ino: InodeNumber) -> FileInUse | None:
         vid = (await self._namespace.inode(ino)).cur
         version = None if vid is None else await self._versions.version(vid)
-        return self._home_file(ino, vid, version) if vid and version is not None and version.home == self._store else None
+        if vid is None or version is None or version.home != self._store or version.damaged:
+            return None
+        return self._home_file(ino, vid, version)
 
     async def _rewrite_in_place(self, file: FileInUse, inode: Inode, truncate: bool) -> FileInUse:
         """The segment carries on as a new version: what the old one held is what programs have open."""
@@ -349,15 +371,16 @@ class FileOperations:
             opened = await self._versions.move_home(ino, segment, None)
             return await self._at_home_here(opened, await self._make_segment(opened, ino))
         # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
-        descriptor = await trio.to_thread.run_sync(
-            self._segments.create_from, segment, ino, str(copy.place.path), copy.place.identity
-        )
-        try:
-            opened = await self._versions.move_home(ino, segment, copy.vid)
-        except BaseException:
-            os.close(descriptor)
-            self._segments.remove(segment)
-            raise
+        with self._open_files.making(segment):
+            descriptor = await trio.to_thread.run_sync(
+                self._segments.create_from, segment, ino, str(copy.place.path), copy.place.identity
+            )
+            try:
+                opened = await self._versions.move_home(ino, segment, copy.vid)
+            except BaseException:
+                os.close(descriptor)
+                self._segments.remove(segment)
+                raise
         os.utime(descriptor, ns=(opened.inode.atime_ns, opened.inode.mtime_ns))
         return await self._at_home_here(opened, descriptor)
 
@@ -582,6 +605,20 @@ class FileOperations:
         if handle is None:
             raise OSError(errno.EBADF, "the handle is unknown")
         return handle
+
+
+def _damaged_in_use(file: FileInUse) -> ContentUnreachable:
+    log.warning("content_damaged inode=%d segment=%s: in use", file.ino, file.segment.hex() if file.segment else "-")
+    return ContentUnreachable(
+        f"the segment of inode {file.ino} is damaged, and programs here have it open: it can be opened again when they close it"
+    )
+
+
+def _damaged_and_unprotected(ino: InodeNumber, version: Version) -> ContentUnreachable:
+    log.warning("content_damaged inode=%d segment=%s: never protected", ino, version.segment.hex())
+    return ContentUnreachable(
+        f"the segment {version.segment.hex()} of inode {ino} was damaged before it was protected: nothing can repair it"
+    )
 
 
 def _open_reply(handle: Handle) -> bytes:

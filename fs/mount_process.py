@@ -21,7 +21,7 @@ import trio
 from ckptfs import __version__
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
-from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import CATALOG_FACT, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
@@ -53,13 +53,14 @@ from ckptfs.fs.process_start import (
     write_pid_file,
 )
 from ckptfs.fs.reclaim import Reclaimer
-from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.remote_content import RemoteContent, place_of
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
+from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, catalog_reserve_bytes, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
@@ -183,6 +184,7 @@ class MountProcess:
                 self._give_up()
             self._negotiated(session.negotiated, open_files)
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
+        self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
         self._durability = Durability(namespace, versions, self._size_of)
         self._settings = settings
         recovery = MountRecovery(
@@ -318,6 +320,10 @@ class MountProcess:
             case "protected":
                 self._protected([Vid(vid) for vid in request["vids"]])
                 return {"ok": True}
+            case "switch_segment":
+                ino, vid, before = InodeNumber(request["ino"]), Vid(request["vid"]), SegmentId(request["before"])
+                right, message = await self._segment_switch.switch(ino, vid, before, place_of(request))
+                return {"ok": right, "message": message} if right else {"ok": False, "error": "failed", "message": message}
             case "settle":
                 self._settler.hurry()
                 return {"ok": True}

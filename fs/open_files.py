@@ -112,6 +112,7 @@ class OpenFiles:
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
         self._locks: dict[InodeNumber, trio.Lock] = {}
+        self._making: set[SegmentId] = set()
         self.releasing: set[SegmentId] = set()
         """Segments that nobody may open any more: their bytes are read from shards."""
 
@@ -155,6 +156,19 @@ class OpenFiles:
             for ino, lock in held.items():
                 lock.release()
                 self._forget_lock(ino, lock)
+
+    @contextmanager
+    def making(self, segment: SegmentId) -> Iterator[None]:
+        """Inside, the segment is made though no version names it yet: it is not to be swept away."""
+        self._making.add(segment)
+        try:
+            yield
+        finally:
+            self._making.discard(segment)
+
+    def is_needed(self, segment: SegmentId) -> bool:
+        """Whether a file in use has the segment, or will have it, or falls back to it."""
+        return segment in self._making or any(segment in (file.segment, file.replaced_segment) for file in self)
 
     def _forget_lock(self, ino: InodeNumber, lock: trio.Lock) -> None:
         if not lock.locked() and not lock.statistics().tasks_waiting:
@@ -208,6 +222,11 @@ class OpenFiles:
         return FileRow(
             file.ino, file.vid, file.segment, file.state, size, file.exposed_ns, file.backing_id, file.path_hint, orphan
         )
+
+    def keep_row(self, file: FileInUse) -> None:
+        """Have the next daemon find the segment that programs have open now, though the catalog names another."""
+        if self._database.file(file.ino) is None:
+            self._database.put_file(self.row(file))
 
     def open_handle(self, unique: int, file: FileInUse, flags: int, *, store_row: bool) -> Handle:
         """Give the file one more handle; the first one chooses the lane. With `store_row` the file's row is written too.

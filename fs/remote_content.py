@@ -76,7 +76,7 @@ class RemoteContent:
         has no room for one."""
         request = {"do": "fetch", "ino": ino, "offset": offset, "length": length, **_opened(vid, version)}
         answer = await self._ask(request, ino)
-        return bytes(answer["data"]) if "data" in answer else _place(answer)
+        return bytes(answer["data"]) if "data" in answer else place_of(answer)
 
     async def read(self, ino: InodeNumber, vid: Vid, version: Version | None, offset: int, length: int) -> bytes:
         """Bytes from the home, short at the end of the file."""
@@ -86,7 +86,7 @@ class RemoteContent:
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
         """A complete, verified copy of the file's current content. Raises `OSError` (ENOSPC) too."""
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
-        return WholeCopy(_place(answer), Vid(bytes(answer["vid"])))
+        return WholeCopy(place_of(answer), Vid(bytes(answer["vid"])))
 
     async def _ask(self, request: Message, ino: InodeNumber) -> Message:
         deadline = trio.current_time() + self._wait_seconds
@@ -122,7 +122,8 @@ class RemoteContent:
             log.warning("content_unreachable inode=%d message=%s", ino, message)
 
 
-def _place(answer: Message) -> CopyPlace:
+def place_of(answer: Message) -> CopyPlace:
+    """Where a local copy is, as the agent says it."""
     inode, generation = answer["identity"]
     return CopyPlace(Path(answer["copy"]), (int(inode), int(generation)))
 

@@ -3,7 +3,8 @@
 Rows of `mount.db` and files in use whose inode is gone, or moved to another home, are let go; they are few, and looked at often.
 Segments are looked at now and then: one goes only if no version whose home is this store names it in a walk over the catalog, no
 file in use has it, and, asked again by the inode it is labelled with, the catalog still doesn't: a walk may miss a version that a
-rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it.
+rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it; one
+that is made complete first is known to `OpenFiles` until then.
 
 A segment older than `mount.db` is never removed here: the database was lost, perhaps the catalog with it, and what an older copy
 of the catalog doesn't know may be the only bytes there are.
@@ -123,7 +124,7 @@ class SegmentSweep:
 
     async def _is_wanted(self, segment: SegmentId) -> bool:
         await trio.lowlevel.checkpoint()
-        if any(file.segment == segment or file.replaced_segment == segment for file in self._open_files):
+        if self._open_files.is_needed(segment):
             return True
         if self._reclaimer.is_still_read(segment):
             return True

@@ -21,8 +21,11 @@ DEFAULT_CONFIG = Path("/etc/ckptfs/node.toml")
 ANSWER_SECONDS = 10.0
 INODES_PER_REQUEST = 1000
 
-LADDER = ("lost", "unreachable", "open", "local", "degraded", "protected", "tiered")
+LADDER = ("lost", "damaged", "unreachable", "open", "local", "degraded", "protected", "tiered")
 """The states from worst to best: a directory is as good as the worst file in it."""
+
+HOPELESS = ("lost", "damaged")
+"""No waiting takes a file out of these: it has to be saved again."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class PathStanding:
             "protected_m": self.protected_m,
             "bytes": self.size_bytes,
             "files": len(self.files),
+            "damaged": [file.path for file in self.files if file.state == "damaged"],
         }
 
 
@@ -136,6 +140,12 @@ def node_status(place: Place) -> dict[str, Any]:
     problems = [f"the {role} process ended: {reason}" for role, reason in processes.failures().items()]
     for answer in (mount, agent):
         problems += (answer or {}).get("problems", [])
+    damaged = None if agent is None else agent.get("damaged_count")
+    if damaged:
+        problems.append(
+            f"{damaged} files were damaged on its drive before they were protected: `ckptfs verify {place.mountpoint}` names "
+            "them; save them again, and look at the drive"
+        )
     return {
         "id": place.id,
         "alive": mount is not None,
@@ -147,6 +157,7 @@ def node_status(place: Place) -> dict[str, Any]:
         "problems": problems,
         "unprotected_bytes": known.get("unprotected_bytes"),
         "oldest_unprotected_seconds": known.get("oldest_unprotected_seconds"),
+        "damaged_files": damaged,
         "open_files": known.get("open_files"),
         "mount": mount,
         "agent": agent,
@@ -169,13 +180,18 @@ def path_standing(path: Path) -> PathStanding:
 
 
 def walk_files(path: Path) -> Iterator[tuple[int, str, int]]:
-    """(inode, path, size) of the file, or of every regular file under the directory that is not deleted meanwhile."""
+    """(inode, path, size) of the file, or of every regular file under the directory that is not deleted meanwhile.
+
+    A file whose attributes only a node that is away has counts too, with size 0: what is to be known of it is asked by its inode.
+    Raises `WrongUse` if there is no such path, `Unreachable` if nothing can be asked.
+    """
     try:
         facts = os.stat(path)
     except FileNotFoundError:
         raise WrongUse(f"{path} does not exist") from None
     except OSError as error:
-        raise Unreachable(f"{path}: {error.strerror}") from None
+        yield _found_by_name(path, error)
+        return
     if not stat.S_ISDIR(facts.st_mode):
         if stat.S_ISREG(facts.st_mode):
             yield facts.st_ino, str(path), facts.st_size
@@ -192,11 +208,25 @@ def walk_files(path: Path) -> Iterator[tuple[int, str, int]]:
                             size = entry.stat(follow_symlinks=False).st_size
                         except FileNotFoundError:
                             continue
+                        except OSError:
+                            size = 0
                         yield entry.inode(), entry.path, size
         except FileNotFoundError:
             continue
         except OSError as error:
             raise Unreachable(f"{error.filename}: {error.strerror}") from None
+
+
+def _found_by_name(path: Path, why: OSError) -> tuple[int, str, int]:
+    """A regular file that can't be asked for its attributes. Raises `Unreachable`."""
+    try:
+        with os.scandir(path.absolute().parent) as entries:
+            for entry in entries:
+                if entry.name == path.name and entry.is_file(follow_symlinks=False):
+                    return entry.inode(), str(path), 0
+    except OSError:
+        pass  # what is said of the file itself says more
+    raise Unreachable(f"{path}: {why.strerror}")
 
 
 def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> list[FileStanding]:

@@ -177,7 +177,8 @@ class CodeRaiser:
             try:
                 placed = await put(segment)
             except ContentChanged:
-                logger.warning("segment-not-used vid=%s: it does not hold the content, which is read from shards", vid.hex())
+                logger.warning("segment-damaged vid=%s: it does not hold the content, which is read from shards", vid.hex())
+                await self._versions.mark_damaged(vid, version.segment, True)
         if placed is None:
             placed = await put((await self._contents.fetch_whole(vid, version)).open())
         geometry, shards = placed
@@ -185,7 +186,7 @@ class CodeRaiser:
 
     def _open_segment(self, version: Version) -> int | None:
         """The own segment, if this is the home and nothing can write to it; else the content is read from its shards."""
-        if version.home != self._members.own_store or version.segment == NO_SEGMENT:
+        if version.home != self._members.own_store or version.segment == NO_SEGMENT or version.damaged:
             return None
         try:
             descriptor = self._segments.open_read(version.segment)

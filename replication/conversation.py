@@ -6,7 +6,8 @@
     GREETING   Hello                                          READY
     READY      PutBegin                                       PUTTING
     READY      FooterGet CellsGet CopiesPut CopyGet           READY (the answer is sent before the next frame is read)
-               SegmentGet SegmentAsk Verify Ping
+               SegmentGet SegmentAsk SegmentHash
+               SegmentMend Verify KeptVerify Ping
     READY      Cell FooterPart PutStop of the refused put     READY (passed over: they were under way when it was refused)
     PUTTING    Cell of this put                               PUTTING
     PUTTING    FooterPart of this put                         ENDING
@@ -30,16 +31,31 @@ from ckptfs.replication.peer_messages import (
     FooterGet,
     FooterPart,
     Hello,
+    KeptVerify,
     Message,
     Ping,
     PutBegin,
     PutStop,
     SegmentAsk,
     SegmentGet,
+    SegmentHash,
+    SegmentMend,
     Verify,
 )
 
-_REQUESTS = (FooterGet, CellsGet, CopiesPut, CopyGet, SegmentGet, SegmentAsk, Verify, Ping)
+_REQUESTS = (
+    FooterGet,
+    CellsGet,
+    CopiesPut,
+    CopyGet,
+    SegmentGet,
+    SegmentAsk,
+    SegmentHash,
+    SegmentMend,
+    Verify,
+    KeptVerify,
+    Ping,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
 from ckptfs.replication.members import Members
 from ckptfs.replication.own_store import OwnStore
-from ckptfs.replication.peer_client import PeerClient, PeerPool, PutStream, SegmentStatus
+from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient, PeerPool, PutStream
+from ckptfs.replication.peer_server import Kept
+from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_store import VerifyResult
 from ckptfs.replication.small_copies import SmallCopy
@@ -107,39 +109,48 @@ class Holders:
         """Read one cell, unchecked, into the buffer; returns its length."""
         if store == self._members.own_store:
             return await self._own.read_cell(vid, index, stripe, buffer)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.read_cell(vid, index, stripe, buffer)
 
     async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
         if store == self._members.own_store:
             return await self._own.footer(vid, index)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.shard_footer(vid, index)
 
     async def read_copy(self, store: StoreId, vid: Vid) -> bytes:
         if store == self._members.own_store:
             return await self._own.read_copy(vid)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.read_copy(vid)
 
     async def verify_shard(self, store: StoreId, vid: Vid, index: int) -> VerifyResult:
         if store == self._members.own_store:
             return await self._own.verify_shard(vid, index)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.verify_shard(vid, index)
 
     async def read_segment(self, store: StoreId, vid: Vid, segment: SegmentId, offset: int, length: int) -> bytes:
         """Bytes of a segment at its home as they are now, short at its end."""
         if store == self._members.own_store:
             return await self._own.read_segment(segment, offset, length)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.read_segment(vid, segment, offset, length)
 
     async def segment_status(self, store: StoreId, segment: SegmentId) -> SegmentStatus:
         if store == self._members.own_store:
             return await self._own.segment_status(segment)
-        async with self._reading(store) as client:
+        async with self.reading(store) as client:
             return await client.segment_status(segment)
+
+    async def segment_hashes(
+        self, store: StoreId, segment: SegmentId, cell_size: int, first_cell: int, count: int
+    ) -> SegmentHashes:
+        """The hashes of cells of a segment, re-read from its home's drive; at most `peer_messages.HASHES_MAX`."""
+        if store == self._members.own_store:
+            return await self._own.segment_hashes(segment, cell_size, first_cell, count)
+        async with self.reading(store) as client:
+            return await client.segment_hashes(segment, cell_size, first_cell, count)
 
     def _address(self, store: StoreId) -> str:
         address = self._members.address_of(store)
@@ -148,7 +159,8 @@ class Holders:
         return address
 
     @asynccontextmanager
-    async def _reading(self, store: StoreId) -> AsyncIterator[PeerClient]:
+    async def reading(self, store: StoreId) -> AsyncIterator[PeerClient]:
+        """A connection to another store's node. What it lacks, or has damaged, is `ShardNotFound` or `ShardDamaged` inside."""
         try:
             async with self._peers.reading(store, self._address(store)) as client:
                 yield client
@@ -158,3 +170,26 @@ class Holders:
             if refused.reason is RefusalReason.DAMAGED:
                 raise ShardDamaged(refused.message) from None
             raise
+
+
+class Keepers:
+    """All nodes as keepers of segments and local copies. Dispatches by store, as `Holders`; raises `ReplicationError`."""
+
+    def __init__(self, members: Members, own: Kept, holders: Holders) -> None:
+        self._members = members
+        self._own = own
+        self._holders = holders
+
+    async def mend_segment(self, store: StoreId, vid: Vid) -> Mended:
+        """Have the home of a protected version make its segment right."""
+        if store == self._members.own_store:
+            return await self._own.mend_segment(vid)
+        async with self._holders.reading(store) as client:
+            return await client.mend_segment(vid)
+
+    async def verify_kept(self, store: StoreId, vid: Vid, *, mend: bool) -> KeptCells:
+        """Have a node hash its local copy of a version, and with `mend` fetch anew what is wrong."""
+        if store == self._members.own_store:
+            return await self._own.verify(vid, mend=mend)
+        async with self._holders.reading(store) as client:
+            return await client.verify_kept(vid, mend=mend)

@@ -107,6 +107,21 @@ class LocalCopy:
                 found.append(cell)
         return found
 
+    def wrong(self, first_cell: int, cells: int, buffer: memoryview) -> tuple[int, list[int]]:
+        """How many of these cells the file has, and which of those fail their hash. `buffer` has room for one cell."""
+        numbers = range(first_cell, first_cell + cells)
+        held = [cell for cell in numbers if self.present[cell] or self._is_whole(cell)]
+        return len(held), [cell for cell in held if not self.check(cell, 1, buffer)]
+
+    def _is_whole(self, cell: int) -> bool:
+        """Whether the file holds bytes for all of this cell, right or wrong. A hole in it means that the cell was never written
+        to its end, so that nothing is wrong with it: it just isn't there."""
+        offset = cell * self.cell_size
+        try:
+            return os.lseek(self._descriptor, offset, os.SEEK_HOLE) >= offset + self.cell_length(cell)
+        except OSError:  # beyond the end of a file that was cut off
+            return False
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write checked bytes. Does not keep the buffer. Raises `CopyFailed`, `CopyFull`."""
         try:
@@ -155,6 +170,10 @@ class LocalCopies:
             raise ValueError("a vid has 16 bytes")
         name = vid.hex()
         return self._directory / name[:2] / name
+
+    def exists(self, vid: Vid) -> bool:
+        """Whether there is a copy of this version."""
+        return self.path_of(vid).exists()
 
     def table_of(self, vid: Vid, size: int, cell_size: int, root: bytes) -> bytes | None:
         """The content's table of cell hashes if it lies beside the copy and matches the root."""

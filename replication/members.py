@@ -100,6 +100,11 @@ class Members:
         """One store as of the last `refresh`, None if the catalog had no such store then."""
         return self._member(store) if store in self._stores else None
 
+    def name_of(self, store: StoreId) -> str:
+        """What people call the store: its node, or its id where the catalog has no such store."""
+        member = self.member(store)
+        return str(member.node) if member is not None else store.hex()
+
     def address_of(self, store: StoreId) -> str | None:
         """Where the store's agent listens, as of the last `refresh`."""
         record = self._stores.get(store)

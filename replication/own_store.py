@@ -3,9 +3,8 @@
 Refusals are the same as a peer's (`PeerRefused`), so that who puts and reads shards has one set of errors to know.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -16,12 +15,11 @@ from ckptfs.replication.errors import (
     ReplicationError,
     ShardConflict,
     ShardDamaged,
-    ShardNotFound,
     StoreFailed,
     StoreFull,
     WriterRevoked,
 )
-from ckptfs.replication.peer_client import SegmentStatus
+from ckptfs.replication.segment_files import SegmentFiles, SegmentHashes, SegmentPaths, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_readers import ShardReaders
 from ckptfs.replication.shard_store import ShardStore, ShardWriter, VerifyResult
@@ -37,12 +35,6 @@ _REASONS: dict[type[ReplicationError], RefusalReason] = {
     WriterRevoked: RefusalReason.BUSY,
 }
 """What a peer's server would have answered to a put."""
-
-
-class SegmentPaths(Protocol):
-    """What is needed of `cache.segments.Segments`."""
-
-    def path_of(self, segment: SegmentId) -> str: ...
 
 
 class OwnSink:
@@ -75,7 +67,7 @@ class OwnStore:
         self._shards = shards
         self._readers = ShardReaders(shards)
         self._copies = copies
-        self._segments = segments
+        self._segments = SegmentFiles(segments)
         self._write_limiter = trio.CapacityLimiter(4)
         self._read_limiter = trio.CapacityLimiter(8)
 
@@ -114,29 +106,21 @@ class OwnStore:
         return await self._read(self._shards.verify, vid, index)
 
     async def read_segment(self, segment: SegmentId, offset: int, length: int) -> bytes:
-        """Bytes of an own segment as they are now, short at its end. Raises `ShardNotFound`, `ShardDamaged`."""
+        """Bytes of an own segment as they are now, short at its end."""
 
         def read() -> bytes:
-            descriptor = _open_segment(self._segments.path_of(segment))
-            try:
-                return os.pread(descriptor, length, offset)
-            except OSError as error:
-                raise ShardDamaged(f"the segment can't be read: {error.strerror}") from None
-            finally:
-                os.close(descriptor)
+            buffer = bytearray(length)
+            return bytes(memoryview(buffer)[: self._segments.read(segment, offset, memoryview(buffer))])
 
         return await self._read(read)
 
     async def segment_status(self, segment: SegmentId) -> SegmentStatus:
-        def read() -> SegmentStatus:
-            descriptor = _open_segment(self._segments.path_of(segment))
-            try:
-                status = os.fstat(descriptor)
-            finally:
-                os.close(descriptor)
-            return SegmentStatus(status.st_size, status.st_mtime_ns, status.st_blocks)
+        return await self._read(self._segments.status, segment)
 
-        return await self._read(read)
+    async def segment_hashes(self, segment: SegmentId, cell_size: int, first_cell: int, count: int) -> SegmentHashes:
+        """The hashes of an own segment's cells, re-read from the drive."""
+        still_wanted = trio.from_thread.check_cancelled
+        return await self._read(self._segments.hashes, segment, cell_size, first_cell, count, still_wanted)
 
     def close(self) -> None:
         """Close the shards that are kept open for reading."""
@@ -148,12 +132,3 @@ class OwnStore:
     def _read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
         with self._readers.borrow(vid, index) as reader:
             return reader.read_cell(stripe, buffer, check=False)
-
-
-def _open_segment(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise ShardNotFound("the home has no such segment any more") from None
-    except OSError as error:
-        raise ShardDamaged(f"the segment can't be opened: {error.strerror}") from None

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from ckptfs import __version__
-from ckptfs.cache.checksum import Buffer
+from ckptfs.cache.checksum import HASH_SIZE, Buffer
 from ckptfs.cache.ids import NodeId, SegmentId, StoreId, Vid
 from ckptfs.replication import peer_messages, shard_format
 from ckptfs.replication.conversation import PeerIdentity
@@ -36,6 +36,8 @@ from ckptfs.replication.peer_messages import (
     FooterGet,
     FooterPart,
     Hello,
+    KeptVerified,
+    KeptVerify,
     Message,
     Ping,
     PutBegin,
@@ -46,13 +48,18 @@ from ckptfs.replication.peer_messages import (
     SegmentAsk,
     SegmentData,
     SegmentGet,
+    SegmentHash,
+    SegmentHashed,
     SegmentIs,
+    SegmentMend,
+    SegmentMended,
     Status,
     Verified,
     Verify,
     Welcome,
     Working,
 )
+from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_store import VerifyResult
 from ckptfs.replication.small_copies import BATCH_COUNT_MAX, COPY_SIZE_MAX, SmallCopy
@@ -65,6 +72,20 @@ WORKING_COUNT_MAX = 1000
 Answer = TypeVar("Answer", bound=Message)
 
 
+class Mended(NamedTuple):
+    """What came of a request to make a damaged segment right: whether it is now, and what was done or why not."""
+
+    right: bool
+    message: str
+
+
+class KeptCells(NamedTuple):
+    """A node's local copy of a version: how many cells it has, and which of them are wrong."""
+
+    cells: int
+    wrong: tuple[int, ...]
+
+
 class PeerStatus(NamedTuple):
     """What a peer says of itself. `free_bytes` is what shards may still take there."""
 
@@ -72,14 +93,6 @@ class PeerStatus(NamedTuple):
     store: StoreId
     free_bytes: int
     version: str
-
-
-class SegmentStatus(NamedTuple):
-    """A segment at its home, as it is now: bytes, nanoseconds, blocks of 512 bytes."""
-
-    size: int
-    mtime_ns: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +221,27 @@ class PeerClient:
         async with self._asking(SegmentAsk(segment)) as request:
             answer = await self._receive(request, SegmentIs)
         return SegmentStatus(answer.size, answer.mtime_ns, answer.blocks)
+
+    async def segment_hashes(self, segment: SegmentId, cell_size: int, first_cell: int, count: int) -> SegmentHashes:
+        """Have the home hash cells of a segment, at most `HASHES_MAX`."""
+        async with self._asking(SegmentHash(segment, cell_size, first_cell, count)) as request:
+            incoming, answer = await self._receive_any(request, SegmentHashed)
+            if incoming.payload_length > count * HASH_SIZE or incoming.payload_length % HASH_SIZE:
+                raise ProtocolViolation(f"{incoming.payload_length} bytes of hashes of {count} cells")
+            hashes = await self._payload(incoming, memoryview(bytearray(incoming.payload_length)))
+        return SegmentHashes(answer.size, bytes(hashes))
+
+    async def mend_segment(self, vid: Vid) -> Mended:
+        """Have the home of a protected version make its segment right."""
+        async with self._asking(SegmentMend(vid)) as request:
+            answer = await self._receive(request, SegmentMended)
+        return Mended(answer.right, answer.message)
+
+    async def verify_kept(self, vid: Vid, *, mend: bool) -> KeptCells:
+        """Have the peer hash its local copy of a version."""
+        async with self._asking(KeptVerify(vid, mend)) as request:
+            answer = await self._receive(request, KeptVerified)
+        return KeptCells(answer.cells, tuple(answer.wrong))
 
     async def verify_shard(self, vid: Vid, index: int) -> VerifyResult:
         """Have the peer re-read a shard from its drive."""

@@ -27,8 +27,14 @@ don't know. `decode` checks types, lengths and ranges, so that no message that m
     41   SegmentData    answering side   the bytes; fewer than asked for at the end of the segment
     42   SegmentAsk     asking side
     43   SegmentIs      answering side
+    44   SegmentHash    asking side
+    45   SegmentHashed  answering side   16 bytes for each cell there is, in order
+    46   SegmentMend    asking side
+    47   SegmentMended  answering side
     50   Verify         asking side
     51   Verified       answering side
+    52   KeptVerify     asking side
+    53   KeptVerified   answering side
     60   Ping           asking side
     61   Status         answering side
 ======== ============== ================ ======================================================================
@@ -38,6 +44,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from ckptfs.cache.checksum import HASH_SIZE
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.replication.errors import ProtocolViolation
 from ckptfs.replication.frame_format import HEADER_SIZE_MAX, PAYLOAD_SIZE_MAX
@@ -50,6 +57,11 @@ PROTOCOL_VERSION_MAX = 1
 
 FOOTER_PART_BYTES = 1 << 20
 """How much of a footer goes into one frame."""
+
+HASHES_MAX = 4096
+"""Of so many cells one answer has the hashes: 4 GiB of a large file, which a drive gives in seconds."""
+
+HASHES_SIZE_MAX = HASHES_MAX * HASH_SIZE
 
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
 ShardIndex = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
@@ -213,6 +225,34 @@ class SegmentIs(msgspec.Struct, array_like=True, frozen=True):
     blocks: Number
 
 
+class SegmentHash(msgspec.Struct, array_like=True, frozen=True):
+    """Asks the home to re-read a segment's cells from its drive and to hash them."""
+
+    segment: Id
+    cell_size: Annotated[int, msgspec.Meta(ge=1, le=CELL_SIZE_MAX)]
+    first_cell: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=HASHES_MAX)]
+
+
+class SegmentHashed(msgspec.Struct, array_like=True, frozen=True):
+    """The segment's size in bytes; the hashes are the payload. One of zeros: the drive doesn't give the cell."""
+
+    size: Number
+
+
+class SegmentMend(msgspec.Struct, array_like=True, frozen=True):
+    """Asks the home of a protected version to hash its segment and, if it finds it damaged, to make another from the shards."""
+
+    vid: Id
+
+
+class SegmentMended(msgspec.Struct, array_like=True, frozen=True):
+    """Whether the version's segment is right now, and what was done, or why it could not be."""
+
+    right: bool
+    message: Text
+
+
 class Verify(msgspec.Struct, array_like=True, frozen=True):
     """Asks the holder to re-read a shard from its drive."""
 
@@ -226,6 +266,20 @@ class Verified(msgspec.Struct, array_like=True, frozen=True):
     ok: bool
     bad_stripes: Annotated[list[Number], msgspec.Meta(max_length=1000)]
     message: Text
+
+
+class KeptVerify(msgspec.Struct, array_like=True, frozen=True):
+    """Asks a node to hash what it keeps of a version as a local copy, and with `mend` to fetch anew what is wrong."""
+
+    vid: Id
+    mend: bool
+
+
+class KeptVerified(msgspec.Struct, array_like=True, frozen=True):
+    """How many cells it has, and the first of those that are wrong, still."""
+
+    cells: Number
+    wrong: Annotated[list[Number], msgspec.Meta(max_length=1000)]
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True):
@@ -265,8 +319,14 @@ Message = (
     | SegmentData
     | SegmentAsk
     | SegmentIs
+    | SegmentHash
+    | SegmentHashed
+    | SegmentMend
+    | SegmentMended
     | Verify
     | Verified
+    | KeptVerify
+    | KeptVerified
     | Ping
     | Status
 )
@@ -293,13 +353,19 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     41: SegmentData,
     42: SegmentAsk,
     43: SegmentIs,
+    44: SegmentHash,
+    45: SegmentHashed,
+    46: SegmentMend,
+    47: SegmentMended,
     50: Verify,
     51: Verified,
+    52: KeptVerify,
+    53: KeptVerified,
     60: Ping,
     61: Status,
 }
 
-PAYLOAD_CARRIERS = frozenset({Cell, FooterPart, CopiesPut, Copy, SegmentData})
+PAYLOAD_CARRIERS = frozenset({Cell, FooterPart, CopiesPut, Copy, SegmentData, SegmentHashed})
 
 _TYPES_BY_MESSAGE = {kind: number for number, kind in MESSAGE_TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()

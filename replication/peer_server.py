@@ -7,7 +7,6 @@ or touch a file other than those that ids name. Nothing a peer sends deletes any
 """
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.conversation import Conversation, State
 from ckptfs.replication.conversation import PeerIdentity as PeerIdentity
 from ckptfs.replication.errors import (
+    PeerRefused,
     PeerUnreachable,
     ProtocolViolation,
     RefusalReason,
@@ -36,6 +36,7 @@ from ckptfs.replication.errors import (
 )
 from ckptfs.replication.frame_format import ForeignVersion
 from ckptfs.replication.frame_stream import FrameStream, Incoming
+from ckptfs.replication.peer_client import KeptCells, Mended
 from ckptfs.replication.peer_messages import (
     FOOTER_PART_BYTES,
     Cell,
@@ -48,6 +49,8 @@ from ckptfs.replication.peer_messages import (
     FooterGet,
     FooterPart,
     Hello,
+    KeptVerified,
+    KeptVerify,
     Ping,
     PutBegin,
     PutDone,
@@ -56,13 +59,18 @@ from ckptfs.replication.peer_messages import (
     SegmentAsk,
     SegmentData,
     SegmentGet,
+    SegmentHash,
+    SegmentHashed,
     SegmentIs,
+    SegmentMend,
+    SegmentMended,
     Status,
     Verified,
     Verify,
     Welcome,
     Working,
 )
+from ckptfs.replication.segment_files import SegmentFiles, SegmentPaths
 from ckptfs.replication.shard_format import ShardHeader
 from ckptfs.replication.shard_readers import ShardReaders
 from ckptfs.replication.shard_store import ShardStore, ShardWriter
@@ -110,10 +118,13 @@ class PeerServerStatistics:
     peak_payload_bytes: int
 
 
-class SegmentReader(Protocol):
-    """Where this node's segments are: a path made from the id only."""
+class Kept(Protocol):
+    """What this node keeps of versions besides shards: the segments of those whose home it is, and local copies. Neither raises
+    for what is wrong with them."""
 
-    def path_of(self, segment: SegmentId) -> str: ...
+    async def mend_segment(self, vid: Vid) -> Mended: ...
+
+    async def verify(self, vid: Vid, *, mend: bool) -> KeptCells: ...
 
 
 class Refusal(Exception):
@@ -143,7 +154,8 @@ class PeerServer:
         self,
         shard_store: ShardStore,
         small_copies: SmallCopies,
-        segment_reader: SegmentReader,
+        segments: SegmentPaths,
+        kept: Kept,
         identity: PeerIdentity,
         transport: Transport,
         limits: PeerServerLimits | None = None,
@@ -154,7 +166,8 @@ class PeerServer:
         self._shards = shard_store
         self._readers = ShardReaders(shard_store)
         self._copies = small_copies
-        self._segments = segment_reader
+        self._segments = SegmentFiles(segments)
+        self._kept = kept
         self._identity = identity
         self._transport = transport
         self._limits = limits or PeerServerLimits()
@@ -319,7 +332,17 @@ class PeerServer:
             case SegmentGet():
                 await self._send_segment(served, request, message)
             case SegmentAsk():
-                await stream.send(request, await self._read(self._stat_segment, message))
+                found = await self._read(self._segments.status, SegmentId(message.segment))
+                await stream.send(request, SegmentIs(found.size, found.mtime_ns, found.blocks))
+            case SegmentHash():
+                await self._send_hashes(served, request, message)
+            case SegmentMend():
+                mended = await self._slowly(served, request, partial(self._kept.mend_segment, Vid(message.vid)))
+                await stream.send(request, SegmentMended(mended.right, peer_messages.shorten(mended.message)))
+            case KeptVerify():
+                verify_kept = partial(self._kept.verify, Vid(message.vid), mend=message.mend)
+                kept = await self._slowly(served, request, verify_kept)
+                await stream.send(request, KeptVerified(kept.cells, list(kept.wrong[:1000])))
             case Verify():
                 verify = partial(self._read, self._shards.verify, Vid(message.vid), message.index)
                 result = await self._slowly(served, request, verify)
@@ -453,39 +476,14 @@ class PeerServer:
 
     async def _send_segment(self, served: _Served, request: int, message: SegmentGet) -> None:
         async with _Taken(self._budget, message.length, self._limits.buffer_wait_seconds) as buffer:
-            count = await self._read(self._read_segment, message, buffer)
+            count = await self._read(self._segments.read, SegmentId(message.segment), message.offset, buffer)
             await served.stream.send(request, SegmentData(), buffer[:count])
 
-    def _read_segment(self, message: SegmentGet, buffer: memoryview) -> int:
-        descriptor = self._open_segment(message.segment)
-        try:
-            count = 0
-            while count < len(buffer):
-                more = os.preadv(descriptor, [buffer[count:]], message.offset + count)
-                if not more:
-                    break
-                count += more
-            return count
-        except OSError as error:
-            raise ShardDamaged(f"the segment can't be read: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
-
-    def _stat_segment(self, message: SegmentAsk) -> SegmentIs:
-        descriptor = self._open_segment(message.segment)
-        try:
-            status = os.fstat(descriptor)
-            return SegmentIs(status.st_size, status.st_mtime_ns, status.st_blocks)
-        finally:
-            os.close(descriptor)
-
-    def _open_segment(self, segment: bytes) -> int:
-        try:
-            return os.open(self._segments.path_of(SegmentId(segment)), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            raise ShardNotFound(f"no segment {segment.hex()} in this store") from None
-        except OSError as error:
-            raise ShardDamaged(f"the segment can't be opened: {error.strerror}") from None
+    async def _send_hashes(self, served: _Served, request: int, message: SegmentHash) -> None:
+        asked = SegmentId(message.segment), message.cell_size, message.first_cell, message.count
+        hashing = partial(self._read, self._segments.hashes, *asked, trio.from_thread.check_cancelled)
+        found = await self._slowly(served, request, hashing)
+        await served.stream.send(request, SegmentHashed(found.size), found.hashes)
 
     # ---- threads
 
@@ -557,6 +555,8 @@ def _cut_off() -> PeerUnreachable:
 
 
 def _refusal_for(error: ReplicationError, *, putting: bool) -> Refusal:
+    if isinstance(error, PeerRefused):
+        return Refusal(error.reason, error.message)
     reasons: dict[type[ReplicationError], RefusalReason] = {
         StoreFull: RefusalReason.FULL,
         StoreFailed: RefusalReason.FAILED,

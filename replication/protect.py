@@ -67,6 +67,8 @@ class VersionRecords(Protocol):
 
     async def commit_protected(self, commits: Sequence[ProtectedCommit]) -> set[Vid]: ...
 
+    async def mark_damaged(self, vid: Vid, segment: SegmentId, damaged: bool) -> bool: ...
+
 
 class SegmentFiles(Protocol):
     """What is needed of `cache.segments.Segments`."""
@@ -181,15 +183,15 @@ class Protector:
         async def still_wanted() -> None:
             await self._require_local(waiting.vid)
 
-        descriptor = self._open_sealed(waiting, version)
+        descriptor = await self._open_striped(waiting, version)
         try:
             source = StripedSource(waiting.vid, waiting.ino, waiting.path_hint, version, descriptor)
             geometry, shards = await self.put_striped(source, still_wanted)
             _require_sealed(descriptor)
-        except ContentChanged:
+        except ContentChanged as change:
             await self._require_local(waiting.vid)
             _require_sealed(descriptor)
-            raise _damaged(waiting) from None
+            raise _damaged(waiting, str(change)) from None
         finally:
             os.close(descriptor)
         return self._commit_of(waiting, ShardLayout.STRIPED, geometry.data_shards, geometry.cell_size, shards)
@@ -239,6 +241,13 @@ class Protector:
                 self._is_away,
             )
             return geometry, await self._watched(still_wanted, lambda: attempt.run(stores))
+
+    async def _open_striped(self, waiting: WaitingVersion, version: Version) -> int:
+        try:
+            return self._open_sealed(waiting, version)
+        except SegmentDamaged:
+            await self._require_local(waiting.vid)  # else it is a newer version's, or was removed with this one
+            raise
 
     async def _watched(
         self, still_wanted: Callable[[], Awaitable[None]], run: Callable[[], Awaitable[list[Shard]]]
@@ -294,6 +303,11 @@ class Protector:
             min(total, self._budget.total_bytes)
         ):  # counted there, though the contents are objects of their own
             loaded = await self._threads.run(self._load_batch, batch, revision, wrong)
+            for vid in [vid for vid, error in wrong.items() if isinstance(error, SegmentDamaged)]:
+                try:
+                    await self._require_local(vid)
+                except AttemptVoid as void:
+                    wrong[vid] = void
             copies = [copy for _, copy, _ in loaded]
             if not copies:
                 return [], wrong
@@ -381,8 +395,12 @@ class Protector:
 
     def _load_small(self, waiting: WaitingVersion, version: Version) -> bytes:
         descriptor = self._open_sealed(waiting, version)
+        problem = "it does not hold what was hashed when the file was closed"
         try:
-            content = os.pread(descriptor, version.size, 0)
+            try:
+                content = os.pread(descriptor, version.size, 0)
+            except OSError as error:
+                content, problem = b"", f"it can't be read: {error.strerror}"
             cell_size = max(version.cell_size, 1)
             if len(content) == version.size:
                 table = cell_table(content, cell_size)
@@ -391,7 +409,7 @@ class Protector:
             _require_sealed(descriptor)
         finally:
             os.close(descriptor)
-        raise _damaged(waiting)
+        raise _damaged(waiting, problem)
 
     # ---- common
 
@@ -409,6 +427,12 @@ class Protector:
     def _is_away(self, store: StoreId) -> bool:
         member = self._members.member(store)
         return member is None or not member.live
+
+    async def mark_damaged(self, waiting: WaitingVersion) -> None:
+        """Have everybody know that the version's segment is damaged: status shows it, and programs get EIO. Protecting it takes
+        that back."""
+        if await self._versions.mark_damaged(waiting.vid, waiting.segment, True):
+            await self._kv.make_durable()
 
     def note_failure(self, store: StoreId, error: Exception) -> None:
         """Count a failed request; a store that can't be reached isn't asked again for a moment."""
@@ -430,15 +454,16 @@ class Protector:
         return ProtectedCommit(waiting.ino, waiting.vid, layout, data_shards, parity_shards, cell_size, shards, revisions)
 
     def _open_sealed(self, waiting: WaitingVersion, version: Version) -> int:
+        """Raises `SegmentDamaged` also where the version has ended meanwhile: the caller asks."""
         try:
             descriptor = self._segments.open_read(waiting.segment)
         except FileNotFoundError:
-            raise AttemptVoid("the segment is gone") from None
+            raise _damaged(waiting, "it is gone") from None
         try:
             _require_sealed(descriptor)
             size = os.fstat(descriptor).st_size
-            if size < version.size:
-                raise SegmentDamaged(f"the segment {waiting.segment.hex()} has {size} bytes, {version.size} were hashed")
+            if size != version.size:
+                raise _damaged(waiting, f"it has {size} bytes, {version.size} were hashed")
         except BaseException:
             os.close(descriptor)
             raise
@@ -450,8 +475,8 @@ class Protector:
             raise AttemptVoid("the version was replaced, rewritten or deleted")
 
 
-def _damaged(waiting: WaitingVersion) -> SegmentDamaged:
-    return SegmentDamaged(f"the segment {waiting.segment.hex()} does not hold what was hashed when the file was closed")
+def _damaged(waiting: WaitingVersion, problem: str) -> SegmentDamaged:
+    return SegmentDamaged(f"the segment {waiting.segment.hex()}: {problem}")
 
 
 def _require_sealed(descriptor: int) -> None:

@@ -4,9 +4,10 @@ A shard is rebuilt where it was, if its holder answers: the put replaces what is
 live store in a failure domain that has none of the version's shards, and one catalog transaction names the new holder; what
 the old one may still have is garbage then. Nothing is removed here.
 
-Stripe by stripe: the content is read, every cell of it proved by the content's table, and encoded again. A shard gets its
-footer, without which it is nothing, only if its table gives the root that was acknowledged when the version became
-protected. So repair never changes a shard, it brings the same one back; one that can't be brought back is reported.
+Stripe by stripe: the content is read, every cell of it proved by the content's table, and encoded again; where too few shards
+are right, from the home's segment, if that is. A shard gets its footer, without which it is nothing, only if its table gives
+the root that was acknowledged when the version became protected. So repair never changes a shard, it brings the same one back;
+one that can't be brought back is reported.
 """
 
 import logging
@@ -31,16 +32,17 @@ from ckptfs.replication.errors import (
     ShardDamaged,
     ShardNotFound,
 )
-from ckptfs.replication.members import Member, Members, candidates
+from ckptfs.replication.members import Members, candidates
 from ckptfs.replication.placement import place
 from ckptfs.replication.protect import DurableCatalog, ShardHolders
 from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.readable_shards import ReadableShards
 from ckptfs.replication.shard_format import PATH_HINT_SIZE_MAX, ShardFooter, ShardHeader
 from ckptfs.replication.small_copies import SmallCopy
 from ckptfs.replication.stripe_reader import ShardReaders, StripedContent, StripeReader, shard_root_of
 from ckptfs.replication.striped_attempt import ShardSink, stripe_buffer_size
 from ckptfs.replication.stripes import stripe_cells
-from ckptfs.replication.verify import FileReport
+from ckptfs.replication.verify_report import FileReport
 
 logger = logging.getLogger(__name__)
 
@@ -119,19 +121,20 @@ class Repairer:
             await self._members.refresh(everyone=True)
             wanted = [*report.damaged, *report.missing]
             wanted += [index for index in report.unreachable if self._is_gone(version.shards[index].store)]
-            if report.result in ("unprotected", "gone") or not (wanted or report.unreachable):
+            if report.is_gone or not report.is_protected or not (wanted or report.unreachable):
                 return report
             lanes = [_Lane(index, version.shards[index].store) for index in sorted(wanted)]
+            path_hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
             try:
                 if not lanes:
                     pass
                 elif version.layout is ShardLayout.COPIES:
                     await self._rebuild_copies(ino, vid, version, lanes, path_hint)
                 else:
-                    await self._rebuild_shards(vid, version, lanes)
+                    await self._rebuild_shards(ino, vid, version, lanes, path_hint)
                 await self._record(vid, version, lanes)
             except _Replaced as replaced:
-                report.result, report.message = "gone", str(replaced)
+                report.is_gone, report.message = True, str(replaced)
                 return report
             except NotEnoughShards as error:
                 for lane in lanes:
@@ -141,9 +144,10 @@ class Repairer:
 
     # ---- striped
 
-    async def _rebuild_shards(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
+    async def _rebuild_shards(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
         content, footer, unreadable = await self._open(vid, version, lanes)
-        reader = StripeReader(self._members, _Without(self._holders, unreadable), self._codec)
+        hints = (ino, path_hint, await self._kv.revision()) if footer is None else (footer.ino, footer.path_hint, footer.revision)
+        reader = StripeReader(self._members, ReadableShards(self._holders, unreadable), self._codec)
         geometry = content.geometry
         k = geometry.data_shards
         for lane in lanes:
@@ -156,7 +160,7 @@ class Repairer:
 
         async def open_sink(lane: _Lane) -> None:
             header = ShardHeader(vid, lane.index, k, geometry.parity_shards, geometry.cell_size, geometry.size)
-            lane.sink = await self._holders.put_shard(lane.store, header, footer.ino, footer.path_hint, footer.revision)
+            lane.sink = await self._holders.put_shard(lane.store, header, *hints)
             lane.next_stripe = lane.sink.resume_stripe
 
         async def finish(lane: _Lane) -> None:
@@ -182,10 +186,11 @@ class Repairer:
         header = ShardHeader(vid, 0, k, geometry.parity_shards, geometry.cell_size, geometry.size)
         await self._in_rounds(vid, version, lanes, header.file_length(), attempt)
 
-    async def _open(self, vid: Vid, version: Version, lanes: list[_Lane]) -> tuple[StripedContent, ShardFooter, set[int]]:
-        """The version with its proved tables, a footer to take the hints from, and the shards of which no cell can be read.
+    async def _open(self, vid: Vid, version: Version, lanes: list[_Lane]) -> tuple[StripedContent, ShardFooter | None, set[int]]:
+        """The version with its proved tables, a footer to take the hints from, if there is one, and the shards of which no cell
+        can be read.
 
-        Raises `NotEnoughShards` if no footer has the content's table.
+        Raises `NotEnoughShards` if neither a footer nor the home's segment gives the content's table.
         """
         wrong = {lane.index for lane in lanes}
         others = [index for index in range(len(version.shards)) if index not in wrong]
@@ -213,10 +218,16 @@ class Repairer:
                 content.own_tables[index] = footer.cell_hashes
             else:
                 unreadable.add(index)
-        if source is None:
-            raise NotEnoughShards("no shard's footer can be read, so nothing says what the content was")
-        content.table = source.content_hashes
-        return content, source, unreadable
+        if source is not None:
+            content.table = source.content_hashes
+            return content, source, unreadable
+        try:
+            of_home = await StripeReader(self._members, self._holders, self._codec).content_of_home(vid, version)
+        except ReplicationError as error:
+            raise NotEnoughShards(
+                f"no shard's footer can be read, so nothing says what the content was; nor does its home: {error}"
+            ) from None
+        return of_home, None, unreadable
 
     async def _pass(self, reader: StripeReader, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
         """Send each lane the cells it lacks. A lane that fails drops out."""
@@ -286,8 +297,7 @@ class Repairer:
 
     async def _rebuild_copies(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
         content = await StripeReader(self._members, self._holders, self._codec).read_copy(vid, version)
-        hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
-        copy = SmallCopy(vid, ino, len(content), hint, await self._kv.revision(), content)
+        copy = SmallCopy(vid, ino, len(content), path_hint, await self._kv.revision(), content)
 
         async def put(lane: _Lane) -> None:
             if await self._holders.put_copies(lane.store, [copy]) != [version.shards[lane.index].root]:
@@ -373,8 +383,7 @@ class Repairer:
             logger.info("repair-holder-failed store=%s error=%s: %s", store.hex(), type(error).__name__, error)
 
     def _name(self, store: StoreId) -> str:
-        member: Member | None = self._members.member(store)
-        return member.node if member else store.hex()
+        return self._members.name_of(store)
 
     # ---- the catalog
 
@@ -410,9 +419,8 @@ class Repairer:
         report.repaired = sorted(done)
         for indices in (report.damaged, report.missing, report.unreachable):
             indices[:] = [index for index in indices if index not in done]
-        needed = 1 if version.layout is ShardLayout.COPIES else version.data_shards
-        if report.result != "lost" or len(version.shards) - len({*report.damaged, *report.missing}) >= needed:
-            report.result = report.worst_of_lists() or ("repaired" if done else report.result)
+        if done:
+            report.is_lost, report.reading = False, ""  # what it was made of was read
         notes = [report.message] if report.message else []
         for lane in lanes:
             before = version.shards[lane.index].store
@@ -434,25 +442,3 @@ class Repairer:
             report.ino, report.result, report.repaired, report.damaged, report.missing, report.unreachable,
         )  # fmt: skip
         return report
-
-
-class _Without:
-    """Shards as their holders have them, but for some that are known to be unreadable: nobody asks for those again at every
-    stripe."""
-
-    def __init__(self, holders: ShardReaders, unreadable: set[int]) -> None:
-        self._holders = holders
-        self._unreadable = unreadable
-
-    async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
-        if index in self._unreadable:
-            raise ShardNotFound(f"shard {index} is known to be unreadable")
-        return await self._holders.read_cell(store, vid, index, stripe, buffer)
-
-    async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
-        if index in self._unreadable:
-            raise ShardNotFound(f"shard {index} is known to be unreadable")
-        return await self._holders.footer(store, vid, index)
-
-    async def read_copy(self, store: StoreId, vid: Vid) -> bytes:
-        return await self._holders.read_copy(store, vid)

@@ -38,6 +38,10 @@ BATCH_SIZE_MAX = 2 << 20
 POLL_SECONDS = 5.0
 RETRY_SECONDS_MIN = 0.25
 RETRY_SECONDS_MAX = 10.0
+DAMAGED_RETRY_SECONDS = 60.0
+"""A damaged segment is read again so seldom: only somebody who puts its bytes back, or a drive that recovers, can make it
+right."""
+
 AGAIN_SECONDS_MIN = 2.0
 AGAIN_FACTOR = 10
 """A file written over and over is protected at most every max(2 s, 10 x the time its protection took last) (R16)."""
@@ -54,8 +58,9 @@ class LocalVersions(Protocol):
 
 @dataclass(frozen=True)
 class ReplicatorStatistics:
-    """Counts are since the start. `waiting_*` is what a loss of this node would lose now of what is local (as far as listed);
-    `short_of` says why the full code can't be had, or is empty; `last_error` that of the newest failed attempt."""
+    """Counts are since the start; `segments_damaged` counts attempts that met one. `waiting_*` is what a loss of this node
+    would lose now of what is local (as far as listed); `short_of` says why the full code can't be had, or is empty;
+    `last_error` that of the newest failed attempt."""
 
     versions_protected: int
     bytes_protected: int
@@ -106,6 +111,7 @@ class Replicator:
         self._batched: set[Vid] = set()
         self._batches = 0
         self._trouble: dict[Vid, _Trouble] = {}
+        self._damaged: set[Vid] = set()
         self._not_again_before: dict[InodeNumber, float] = {}
         self._waiting: list[WaitingVersion] = []
         self._live = frozenset[bytes]()
@@ -137,8 +143,12 @@ class Replicator:
                     await self._wake.wait()
 
     def is_idle(self) -> bool:
-        """Whether nothing waits for protection, as far as known."""
-        return not (self._waiting or self._striped or self._batched)
+        """Whether nothing waits for protection, as far as known, but what can't get it."""
+        return not (self._striped or self._batched or any(one.vid not in self._damaged for one in self._waiting))
+
+    def waiting_vids(self) -> list[Vid]:
+        """The versions that wait, as far as listed, oldest first."""
+        return [one.vid for one in self._waiting]
 
     def statistics(self) -> ReplicatorStatistics:
         waiting = self._waiting
@@ -232,6 +242,7 @@ class Replicator:
         if len(self._trouble) > 2 * len(waiting):
             listed = {one.vid for one in waiting}
             self._trouble = {vid: trouble for vid, trouble in self._trouble.items() if vid in listed}
+            self._damaged &= listed
         if len(self._not_again_before) > REMEMBERED_MAX:
             now = trio.current_time()
             self._not_again_before = {ino: time for ino, time in self._not_again_before.items() if time > now}
@@ -272,35 +283,36 @@ class Replicator:
                     raise
                 copied, wrong = [], {one.vid: error for one, _ in filled}
             commits += copied
+            waiting = {one.vid: one for one, _ in filled}
             for vid, problem in wrong.items():
-                self._failed([vid], problem)
+                await self._failed([waiting[vid]], problem)
         return commits
 
     async def _attempt(self, works: Sequence[WaitingVersion], run: Callable[[], Awaitable[list[ProtectedCommit]]]) -> None:
         """Run an attempt and commit what came of it. Nothing that goes wrong with one version may end the loop, which
         shares its process with the node's shard server: what nobody expected is logged whole and tried again later."""
         started = trio.current_time()
-        vids = [one.vid for one in works]
         try:
             commits = await run()
             committed = await self._protector.commit(commits)
         except (AttemptVoid, SegmentDamaged, ReplicationError, CacheError, OSError) as error:
-            self._failed(vids, error)
+            await self._failed(works, error)
             return
         except Exception as error:
             self._unexpected_errors += 1
-            logger.exception("unexpected-error vids=%s", [vid.hex() for vid in vids[:4]])
-            self._failed(vids, error)
+            logger.exception("unexpected-error vids=%s", [one.vid.hex() for one in works[:4]])
+            await self._failed(works, error)
             return
-        void = [commit.vid for commit in commits if commit.vid not in committed]
+        by_vid = {one.vid: one for one in works}
+        void = [by_vid[commit.vid] for commit in commits if commit.vid not in committed]
         if void:
-            self._failed(void, AttemptVoid("the version was replaced, or a holder left, before the commit"))
+            await self._failed(void, AttemptVoid("the version was replaced, or a holder left, before the commit"))
         now = trio.current_time()
-        sizes = {one.vid: one for one in works}
         for vid in committed:
-            self._bytes_protected += sizes[vid].size
-            self._not_again_before[sizes[vid].ino] = now + max(AGAIN_SECONDS_MIN, AGAIN_FACTOR * (now - started))
+            self._bytes_protected += by_vid[vid].size
+            self._not_again_before[by_vid[vid].ino] = now + max(AGAIN_SECONDS_MIN, AGAIN_FACTOR * (now - started))
             self._trouble.pop(vid, None)
+            self._damaged.discard(vid)
         self._versions_protected += len(committed)
         if any(self._protector.is_smaller(commit) for commit in commits if commit.vid in committed):
             self._on_smaller()
@@ -308,28 +320,37 @@ class Replicator:
             logger.info("protected versions=%d seconds=%.3f", len(committed), now - started)
             self._protected(list(committed))
 
-    def _failed(self, vids: Sequence[Vid], error: Exception) -> None:
+    async def _failed(self, works: Sequence[WaitingVersion], error: Exception) -> None:
         if isinstance(error, AttemptVoid):
             self._attempts_void += 1
         else:
             self._attempts_failed += 1
-        self._segments_damaged += isinstance(error, SegmentDamaged)
-        attempts = max([self._put_off(vid) for vid in vids], default=0)
+        delay_seconds_min = 0.0
+        if isinstance(error, SegmentDamaged):
+            self._segments_damaged += 1
+            delay_seconds_min = DAMAGED_RETRY_SECONDS
+            try:
+                await self._protector.mark_damaged(works[0])
+                self._damaged.add(works[0].vid)
+            except CacheError as trouble:
+                self._note_error(trouble)  # at the next attempt, then
+                delay_seconds_min = 0.0
+        attempts = max([self._put_off(one.vid, delay_seconds_min) for one in works], default=0)
         self._note_error(error)
         loud = isinstance(error, SegmentDamaged) or (attempts >= LOUD_ATTEMPTS and not isinstance(error, AttemptVoid))
         logger.log(
             logging.WARNING if loud else logging.INFO,
             "not-protected vid=%s and=%d attempt=%d error=%s: %s",
-            vids[0].hex() if vids else "-",
-            max(0, len(vids) - 1),
+            works[0].vid.hex() if works else "-",
+            max(0, len(works) - 1),
             attempts,
             type(error).__name__,
             error,
         )
 
-    def _put_off(self, vid: Vid) -> int:
+    def _put_off(self, vid: Vid, delay_seconds_min: float = 0.0) -> int:
         trouble = self._trouble.setdefault(vid, _Trouble())
-        delay = min(RETRY_SECONDS_MAX, RETRY_SECONDS_MIN * 2.0 ** min(trouble.attempts, 10))
+        delay = delay_seconds_min or min(RETRY_SECONDS_MAX, RETRY_SECONDS_MIN * 2.0 ** min(trouble.attempts, 10))
         trouble.not_before_seconds = trio.current_time() + delay * (0.75 + random.random() / 2)
         trouble.attempts += 1
         return trouble.attempts

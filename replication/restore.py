@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -52,6 +52,8 @@ SOURCES_MAX = 128
 """Versions whose copies are kept open; each has a descriptor and its table of cell hashes."""
 
 FORWARD_BYTES = 1 << 20
+CELLS_AT_ONCE = 64
+"""Of so many cells one thread looks for wrong ones without coming back."""
 
 
 class SegmentReaders(Protocol):
@@ -215,6 +217,60 @@ class Restorer:
             if self._copies.has_room(needed_bytes):
                 return True
         return False
+
+    async def wrong_cells(self, vid: Vid, version: Version) -> tuple[int, list[int]]:
+        """Hash what the local copy holds: how many cells it has, and which of them are wrong. Readers never see those: every
+        cell is hashed again before it is read. Raises `CopyFailed`."""
+        source = self._sources.get(vid)
+        if source is not None and isinstance(source.copy, LocalCopy):
+            source.users += 1
+            try:
+                return await self._wrong_cells(source.copy, source)
+            finally:
+                self._release(source)
+        table = await self._in_thread(self._copies.table_of, vid, version.size, version.cell_size, version.root)
+        if table is None or not await self._in_thread(self._copies.exists, vid):
+            return 0, []
+        copy = await self._open_copy(vid, version, table)
+        try:
+            return await self._wrong_cells(copy, None)
+        finally:
+            copy.close()
+
+    async def _wrong_cells(self, copy: LocalCopy, source: _Source | None) -> tuple[int, list[int]]:
+        held, wrong = 0, list[int]()
+        async with self._budget.take(copy.cell_size) as buffer:
+            for first in range(0, len(copy.present), CELLS_AT_ONCE):
+                count = min(CELLS_AT_ONCE, len(copy.present) - first)
+                held_now, suspected = await self._in_thread(copy.wrong, first, count, buffer)
+                held += held_now
+                for cell in suspected:  # one that is being written may be half there
+                    is_coming = source is not None and cell // source.part_cells in source.loading
+                    if not is_coming and (await self._in_thread(copy.wrong, cell, 1, buffer))[1]:
+                        wrong.append(cell)
+        return held, wrong
+
+    async def mend(self, vid: Vid, version: Version, cells: Sequence[int]) -> None:
+        """Fetch these cells of the local copy anew, those that are wrong. Raises as `fetch`."""
+        source = await self._use(vid, version)
+        try:
+            if not isinstance(source.copy, LocalCopy):  # no room: what there was of it is used by nobody
+                await self._in_thread(self._copies.remove, vid)
+                return
+            for cell in cells:
+                part = cell // source.part_cells
+                offset = cell * source.copy.cell_size
+                length = source.copy.cell_length(cell)
+                await self._require_proved(source, source.copy, range(part, part + 1), offset, length)
+        finally:
+            self._release(source)
+
+    async def remove_copy(self, vid: Vid) -> None:
+        """Remove the local copy unless somebody reads it now; it may be fetched again."""
+        source = self._sources.get(vid)
+        if source is None or not source.users:
+            self._forget(vid)
+            await self._in_thread(self._copies.remove, vid)
 
     async def remove_unwanted(self, is_wanted: Callable[[Vid], Awaitable[bool]]) -> int:
         """Remove the copies of versions that no longer are; returns how many."""

@@ -4,6 +4,9 @@ Data cells are asked for first, for they need no decoding; a holder that is away
 more. A data cell is right if it has the hash the content's table gives it, and the table if it gives the content root of
 the catalog. A parity cell is right by its shard's own table, and that by the root the catalog has for the shard. What was
 decoded is checked against the content's table like what was read.
+
+Where too few shards are right, the home's segment is asked for data cells, and for the content's table if no shard has it. What
+comes from there is checked in the same way.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import trio
 from ckptfs.cache.catalog_format import Version
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root, shard_root
 from ckptfs.cache.errors import CacheError
-from ckptfs.cache.ids import StoreId, Vid
+from ckptfs.cache.ids import SegmentId, StoreId, Vid
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.errors import (
     NotEnoughShards,
@@ -28,6 +31,7 @@ from ckptfs.replication.errors import (
     ReplicationError,
     ShardDamaged,
 )
+from ckptfs.replication.home_segment import SegmentHashers, has_segment, is_table_of, segment_table
 from ckptfs.replication.members import Members
 from ckptfs.replication.shard_format import ShardFooter
 from ckptfs.replication.stripes import Geometry, stripe_cells
@@ -42,6 +46,12 @@ LATE_SECONDS = 0.75
 SLOW_SECONDS = 5.0
 """For how long a holder that was late is asked last."""
 
+HOME_AFTER_SECONDS = 3.0
+"""When all holders have been asked and some say nothing for so long, the home's segment is asked for what is lacking."""
+
+HOME_SECONDS = 10.0
+"""How long the home may take for its cells of one stripe."""
+
 
 class ContentUnreachable(NotEnoughShards):
     """Too few holders of this content answer now. It comes back when they do; nothing older is shown in its place."""
@@ -51,8 +61,8 @@ class ContentDamaged(NotEnoughShards):
     """The holders answer, but too few of the shards they have are right."""
 
 
-class ShardReaders(Protocol):
-    """How a store's shards are read; the own store is one of them. All raise `ReplicationError`."""
+class ShardReaders(SegmentHashers, Protocol):
+    """How a store's shards and segments are read; the own store is one of them. All raise `ReplicationError`."""
 
     async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
         """Read one cell, unchecked, into the buffer; returns its length."""
@@ -61,13 +71,18 @@ class ShardReaders(Protocol):
 
     async def read_copy(self, store: StoreId, vid: Vid) -> bytes: ...
 
+    async def read_segment(self, store: StoreId, vid: Vid, segment: SegmentId, offset: int, length: int) -> bytes:
+        """Bytes of a segment at its home, unchecked, short at its end."""
+
 
 @dataclass
 class ReadCounters:
-    """Since the start: cells read, cells decoded because others were missing, and cells or copies that failed their hash."""
+    """Since the start: cells read from shards, cells decoded because others were missing, cells read from homes' segments
+    because too few shards were right, and cells or copies that failed their hash."""
 
     cells_read: int = 0
     cells_decoded: int = 0
+    cells_from_home: int = 0
     damaged_by_store: Counter[StoreId] = field(default_factory=Counter)
     failed_by_store: Counter[StoreId] = field(default_factory=Counter)
 
@@ -120,7 +135,8 @@ class StripeReader:
 
     def _addresses(self, version: Version) -> list[str | None]:
         own = self._members.own_store
-        return ["own" if shard.store == own else self._members.address_of(shard.store) for shard in version.shards]
+        stores = [shard.store for shard in version.shards] + ([version.home] if has_segment(version) else [])
+        return ["own" if store == own else self._members.address_of(store) for store in stores]
 
     async def _refresh(self) -> None:
         with contextlib.suppress(CacheError):  # then with what is known
@@ -140,7 +156,7 @@ class StripeReader:
         for index in self._order(version, range(len(version.shards))):
             store = version.shards[index].store
             try:
-                with trio.fail_after(LATE_SECONDS * 4 if index + 1 < len(version.shards) else 30):
+                with trio.fail_after(LATE_SECONDS * 4 if has_segment(version) or index + 1 < len(version.shards) else 30):
                     footer = await self._holders.footer(store, vid, index)
                 table = self._proved_content_table(vid, version, footer)
             except (ReplicationError, trio.TooSlowError) as error:
@@ -151,7 +167,20 @@ class StripeReader:
             if shard_root_of(content, index, footer.cell_hashes) == version.shards[index].root:
                 content.own_tables[index] = footer.cell_hashes
             return content
+        if has_segment(version):
+            try:
+                return await self.content_of_home(vid, version)
+            except ReplicationError as error:
+                self._note(version.home, error)
+                complaints.append((version.home, error))
         raise self.unavailable(complaints, f"none of {len(version.shards)} shards can be opened")
+
+    async def content_of_home(self, vid: Vid, version: Version) -> StripedContent:
+        """The version with its content's table as its home hashes it. Raises `ReplicationError`."""
+        size, table = await segment_table(self._holders, version)
+        if size < version.size or not is_table_of(vid, version, table):
+            raise ShardDamaged("the home's segment is not what was hashed when the file was closed")
+        return StripedContent(vid, version, table)
 
     async def read_stripe(self, content: StripedContent, stripe: int, buffer: memoryview) -> memoryview:
         """Read the stripe's content, checked, into the buffer and return that part of it.
@@ -187,6 +216,17 @@ class StripeReader:
                 continue
             self.counters.cells_read += 1
             return data
+        if has_segment(version):
+            try:
+                with trio.fail_after(HOME_SECONDS):
+                    data = await self._holders.read_segment(version.home, vid, version.segment, 0, version.size)
+                if not self.is_content(vid, version, data):
+                    raise ShardDamaged("the home's segment is not what was hashed when the file was closed")
+                self.counters.cells_from_home += 1
+                return data
+            except (ReplicationError, trio.TooSlowError) as error:
+                self._note(version.home, error)
+                complaints.append((version.home, error))
         raise self.unavailable(complaints, f"none of {len(version.shards)} copies can be read")
 
     @staticmethod
@@ -226,8 +266,38 @@ class StripeReader:
         k = geometry.data_shards
         real = [index for index in range(geometry.shard_count) if index >= k or geometry.cell_length(stripe, index)]
         needed = sum(1 for index in real if index < k)
-        waiting = self._order(content.version, real)
         right: dict[int, memoryview] = {}
+        home = has_segment(content.version)
+        home_may_answer = home and not self._members.is_known_dead(content.version.home)
+        complaints = await self._ask_holders(content, stripe, buffer, real, needed, right, patient=not home_may_answer)
+        if len(right) < needed and home:
+            lacking = [index for index in real if index < k and index not in right]
+            of_home = await self._ask_home(content, stripe, buffer, lacking, right)
+            if len(right) < needed and home_may_answer:
+                complaints = await self._ask_holders(content, stripe, buffer, real, needed, right, patient=True)
+            complaints += of_home
+        if len(right) < needed:
+            raise self.unavailable(complaints, f"stripe {stripe} has {len(right)} of the {needed} cells it needs")
+        return right
+
+    async def _ask_holders(
+        self,
+        content: StripedContent,
+        stripe: int,
+        buffer: memoryview,
+        real: Sequence[int],
+        needed: int,
+        right: dict[int, memoryview],
+        *,
+        patient: bool,
+    ) -> list[tuple[StoreId, Exception]]:
+        """Add right cells until they are enough; returns what holders said that had none. Without `patient` those known to be
+        dead or late are not asked, and others are waited for only so long, once there is nobody else to ask. No cell is on its
+        way any more at the end."""
+        geometry, version = content.geometry, content.version
+        waiting = self._order(version, [index for index in real if index not in right])
+        if not patient:
+            waiting = [index for index in waiting if not self._trouble_with(version.shards[index].store)]
         complaints: list[tuple[StoreId, Exception]] = []
         asked: set[int] = set()
         send, receive = trio.open_memory_channel[tuple[int, Exception | None]](len(real))
@@ -251,26 +321,67 @@ class StripeReader:
                     asked.add(index)
                     nursery.start_soon(read, index)
 
-            for _ in range(needed):
+            for _ in range(needed - len(right)):
                 ask_one_more()
             while len(right) < needed and asked:
-                with trio.move_on_after(LATE_SECONDS if waiting else math.inf) as late:
+                last_seconds = math.inf if patient else HOME_AFTER_SECONDS
+                with trio.move_on_after(LATE_SECONDS if waiting else last_seconds) as late:
                     index, error = await receive.receive()
                     asked.discard(index)
                 if late.cancelled_caught:
                     for slow in asked:
-                        self._late_until_seconds[content.version.shards[slow].store] = trio.current_time() + SLOW_SECONDS
+                        self._late_until_seconds[version.shards[slow].store] = trio.current_time() + SLOW_SECONDS
+                    if not waiting:
+                        complaints += [(version.shards[slow].store, trio.TooSlowError()) for slow in asked]
+                        break
                     for _ in range(needed - len(right)):
                         ask_one_more()
                 elif error is not None:
-                    store = content.version.shards[index].store
+                    store = version.shards[index].store
                     self._note(store, error)
                     complaints.append((store, error))
                     ask_one_more()
             nursery.cancel_scope.cancel()
-        if len(right) < needed:
-            raise self.unavailable(complaints, f"stripe {stripe} has {len(right)} of the {needed} cells it needs")
-        return right
+        return complaints
+
+    async def _ask_home(
+        self,
+        content: StripedContent,
+        stripe: int,
+        buffer: memoryview,
+        lacking: Sequence[int],
+        right: dict[int, memoryview],
+    ) -> list[tuple[StoreId, Exception]]:
+        """Add those of the lacking data cells that are right in the home's segment; returns what is wrong with others, one of a
+        kind."""
+        version, geometry = content.version, content.geometry
+        if self._members.is_known_dead(version.home):
+            return [(version.home, PeerUnreachable(f"it is away: {self._members.last_error(version.home)}"))]
+        failures: dict[type[Exception], Exception] = {}
+
+        async def read(index: int) -> None:
+            length = geometry.cell_length(stripe, index)
+            number = stripe * geometry.data_shards + index
+            offset = number * geometry.cell_size
+            try:
+                with trio.fail_after(HOME_SECONDS):
+                    data = await self._holders.read_segment(version.home, content.vid, version.segment, offset, length)
+                if len(data) != length or cell_hash(data) != content.table[number * HASH_SIZE : (number + 1) * HASH_SIZE]:
+                    raise ShardDamaged(f"cell {number} of the home's segment is not what was hashed when the file was closed")
+            except (ReplicationError, trio.TooSlowError) as error:
+                failures.setdefault(type(error), error)
+                return
+            cell = buffer[index * geometry.cell_size :][:length]
+            cell[:] = data
+            right[index] = cell
+            self.counters.cells_from_home += 1
+
+        async with trio.open_nursery() as nursery:
+            for index in lacking:
+                nursery.start_soon(read, index)
+        for error in failures.values():
+            self._note(version.home, error)
+        return [(version.home, error) for error in failures.values()]
 
     async def _read_right_cell(self, content: StripedContent, index: int, stripe: int, cell: memoryview) -> None:
         """Raises `ShardDamaged` for a cell that fails its hash, and `ReplicationError` as its holder does."""
@@ -313,17 +424,18 @@ class StripeReader:
 
     def _order(self, version: Version, indices: Sequence[int]) -> list[int]:
         """The order to ask in: known-dead holders last, late ones before them; then data before parity, own store first."""
-        now = trio.current_time()
 
         def rank(index: int) -> tuple[int, bool, bool, int]:
             store = version.shards[index].store
-            if self._members.is_known_dead(store) or self._members.member(store) is None:
-                trouble = 2
-            else:
-                trouble = int(self._late_until_seconds.get(store, 0.0) > now)
-            return trouble, index >= version.data_shards, store != self._members.own_store, index
+            return self._trouble_with(store), index >= version.data_shards, store != self._members.own_store, index
 
         return sorted(indices, key=rank)
+
+    def _trouble_with(self, store: StoreId) -> int:
+        """2 for a store known to be dead, 1 for one that was late a moment ago, else 0."""
+        if self._members.is_known_dead(store) or self._members.member(store) is None:
+            return 2
+        return int(self._late_until_seconds.get(store, 0.0) > trio.current_time())
 
     def _note(self, store: StoreId, error: Exception) -> None:
         if isinstance(error, ShardDamaged):

@@ -51,11 +51,12 @@ class AttemptVoid(Exception):
 
 
 class ContentChanged(AttemptVoid):
-    """The bytes read are not those that were hashed when the file was closed."""
+    """The bytes read are not those that were hashed when the file was closed, or can't be read."""
 
 
 class SegmentDamaged(Exception):
-    """The segment's bytes don't match the content root although nothing can have written them: the drive must be looked at."""
+    """The segment's bytes don't match the content root although nothing can have written them: the drive must be looked at. It is
+    always that of the one version that was tried."""
 
 
 class ShardSink(Protocol):
@@ -356,7 +357,10 @@ class StripedAttempt:
         length, offset = geometry.stripe_length(number), geometry.stripe_offset(number)
         filled = 0
         while filled < length:
-            count = os.preadv(self._descriptor, [buffer[filled:length]], offset + filled)
+            try:
+                count = os.preadv(self._descriptor, [buffer[filled:length]], offset + filled)
+            except OSError as error:
+                raise ContentChanged(f"the segment can't be read at byte {offset + filled}: {error.strerror}") from None
             if count == 0:
                 raise ContentChanged(f"the segment ends at byte {offset + filled} of {geometry.size}")
             filled += count

@@ -19,7 +19,7 @@ import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.ids import InodeNumber, NodeId, Vid
+from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
 from ckptfs.cache.mount_db import MountDatabase, MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
@@ -45,8 +45,11 @@ from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
 from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.local_copies import CopyPlace
+from ckptfs.replication.peer_client import Mended
 from ckptfs.replication.transport import PlainTransport
 
 CELL = 64 << 10
@@ -355,10 +358,17 @@ async def start_agent(nursery: trio.Nursery) -> AsyncIterator[StartAgent]:
                 node.open_files.protected(set(vids))
                 return True
 
+            switch = SegmentSwitch(node.versions, node.segments, node.open_files, node.reclaimer, node.store.store_id)
+
+            async def switch_segment(ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
+                return await switch.switch(ino, vid, before, copy)
+
             settings = AgentSettings(reserve_fraction=0.0, shortfall_seconds=0.0)
             codec, transport = choose_codec("numpy"), PlainTransport()
             cluster = await node.namespace.settings()
-            agent = Agent(node.store, kv, cluster, 1, codec, transport, waiting, protected, time.time_ns, settings)
+            agent = Agent(
+                node.store, kv, cluster, 1, codec, transport, waiting, protected, switch_segment, time.time_ns, settings
+            )
             stack.push_async_callback(agent.aclose)
             await nursery.start(agent.run)
             await nursery.start(serve, node.store.agent_socket, AgentRequests(agent).answer)

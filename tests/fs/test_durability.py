@@ -95,7 +95,8 @@ async def test_a_local_file_is_where_it_was_written(cluster: Cluster) -> None:
         (set(), 2, "protected"),
         ({0}, 1, "degraded"),
         ({4, 5}, 0, "degraded"),
-        ({3, 4, 5}, 0, "unreachable"),
+        ({3, 4, 5}, 0, "degraded"),  # its home still gives the bytes
+        ({0, 1, 2}, 0, "unreachable"),
         ({0, 1, 2, 3, 4, 5}, 0, "unreachable"),
     ],
 )
@@ -120,6 +121,27 @@ async def test_what_was_protected_with_less_parity_than_could_be_is_degraded(
     ino = await cluster.protected_file(b"file", STORES[:holders], parity=parity)
     fact = await cluster.fact(ino, gone=gone)
     assert (fact["state"], fact["protected_m"]) == (state, parity)
+
+
+async def test_damage_is_said_as_long_as_nothing_else_has_the_content(cluster: Cluster) -> None:
+    ino, vid = await cluster.local_file(b"file")
+    version = await cluster.versions.version(vid)
+    assert version is not None
+    await cluster.versions.mark_damaged(vid, version.segment, True)
+    assert (await cluster.fact(ino))["state"] == "damaged"
+    assert (await cluster.fact(ino, gone={0}))["state"] == "damaged"
+
+
+async def test_a_protected_file_with_a_damaged_segment_is_as_safe_as_its_shards(cluster: Cluster) -> None:
+    ino = await cluster.protected_file(b"file", STORES)
+    vid = (await cluster.namespace.inode(ino)).cur
+    assert vid is not None
+    version = await cluster.versions.version(vid)
+    assert version is not None
+    await cluster.versions.mark_damaged(vid, version.segment, True)
+    assert (await cluster.fact(ino))["state"] == "protected"
+    assert (await cluster.fact(ino, gone={5}))["state"] == "degraded"
+    assert (await cluster.fact(ino, gone={3, 4, 5}))["state"] == "unreachable"
 
 
 async def test_stores_declared_lost_do_not_count_even_if_they_answer(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.local_socket import LocalClient, Message, serve
 from ckptfs.fs.remote_content import RETRY_SECONDS, RemoteAttributes, RemoteContent, WholeCopy
+from ckptfs.replication.local_copies import CopyPlace
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,7 @@ INO = InodeNumber(7)
 VID = Vid(b"v" * 16)
 VERSION = Version(1, INO, VersionState.LOCAL, StoreId(b"s" * 16), SegmentId(b"g" * 16), True, 5, b"r" * 16)
 ATTRIBUTES = RemoteAttributes(10, 20, 30)
+PLACE = CopyPlace(Path("/copy"), (1, 2))
 WAIT_SECONDS = 3 * RETRY_SECONDS + 0.1
 
 
@@ -36,7 +38,7 @@ class AgentSocket:
         if self.comes_back_after:
             self.comes_back_after -= 1
             return {"ok": False, "error": self.error, "message": "away"}
-        answer = {"data": b"bytes"} if request["do"] == "read" else {"copy": "/copy", "vid": VID}
+        answer = {"data": b"bytes"} if request["do"] == "read" else {"copy": "/copy", "identity": [1, 2], "vid": VID}
         return {"ok": True, **answer, **ATTRIBUTES._asdict()}
 
 
@@ -66,7 +68,7 @@ async def test_what_is_away_for_a_moment_is_waited_for(
 ) -> None:
     await nursery.start(serve, agent.path, agent.answer)
     agent.comes_back_after = 2
-    assert await ASKED[what](remote) in (ATTRIBUTES, b"bytes", "/copy", WholeCopy("/copy", VID))
+    assert await ASKED[what](remote) in (ATTRIBUTES, b"bytes", PLACE, WholeCopy(PLACE, VID))
     assert agent.asked[what] == 3
 
 
@@ -79,7 +81,7 @@ async def test_an_agent_that_is_restarted_is_waited_for(
         await nursery.start(serve, agent.path, agent.answer)
 
     nursery.start_soon(start_later)
-    assert await ASKED[what](remote) in (ATTRIBUTES, b"bytes", "/copy", WholeCopy("/copy", VID))
+    assert await ASKED[what](remote) in (ATTRIBUTES, b"bytes", PLACE, WholeCopy(PLACE, VID))
 
 
 @pytest.mark.parametrize("what", ASKED)

@@ -1,7 +1,9 @@
 """The ladder, and what a directory of files adds up to."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,18 +23,36 @@ from ckptfs.fs.status import (
 
 def test_a_directory_is_as_good_as_its_worst_file() -> None:
     files = [FileStanding("a", "protected", 2, 10), FileStanding("b", "local", 0, 5)]
-    assert PathStanding("d", files).as_json() == {"path": "d", "state": "local", "protected_m": 0, "bytes": 15, "files": 2}
+    assert PathStanding("d", files).as_json() == {
+        "path": "d",
+        "state": "local",
+        "protected_m": 0,
+        "bytes": 15,
+        "files": 2,
+        "damaged": [],
+    }
     assert PathStanding("d", files[:1]).as_json() == {
         "path": "d",
         "state": "protected",
         "protected_m": 2,
         "bytes": 10,
         "files": 1,
+        "damaged": [],
     }
+    files.append(FileStanding("d/c", "damaged", 0, 1))
+    assert PathStanding("d", files).as_json()["state"] == "damaged"
+    assert PathStanding("d", files).as_json()["damaged"] == ["d/c"]
 
 
 def test_an_empty_directory_has_nothing_unprotected() -> None:
-    assert PathStanding("d").as_json() == {"path": "d", "state": "protected", "protected_m": None, "bytes": 0, "files": 0}
+    assert PathStanding("d").as_json() == {
+        "path": "d",
+        "state": "protected",
+        "protected_m": None,
+        "bytes": 0,
+        "files": 0,
+        "damaged": [],
+    }
 
 
 def test_states_are_ordered_and_an_unknown_one_is_the_worst() -> None:
@@ -51,6 +71,26 @@ def test_a_walk_gives_each_regular_file_and_follows_no_link(tmp_path: Path) -> N
     assert [size for _, _, size in walk_files(tmp_path / "deep" / "er" / "file")] == [5]
 
 
+def test_files_whose_attributes_nobody_gives_are_walked_over_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their home is away: stat(2) gives EIO, the directory still has name, kind and inode."""
+    for name in ("away", "here"):
+        (tmp_path / name).write_bytes(b"12345")
+    inode = (tmp_path / "away").stat().st_ino
+    real = os.stat
+
+    def stat_unless_away(path: Any, **options: Any) -> os.stat_result:
+        if os.path.basename(path) == "away":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat_unless_away)
+    assert list(walk_files(tmp_path / "away")) == [(inode, str(tmp_path / "away"), 0)]
+    with pytest.raises(Unreachable, match="Input/output"):
+        list(walk_files(tmp_path / "none" / "away"))
+
+
 def test_paths_that_lead_to_no_node_say_so(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="does not exist"):
         list(walk_files(tmp_path / "none"))
@@ -64,6 +104,7 @@ def test_a_node_that_is_down_has_null_where_only_it_could_know(tmp_path: Path) -
     assert status["processes"] == {"supervisor": None, "mount": None, "agent": None}
     assert status["unprotected_bytes"] is None
     assert status["oldest_unprotected_seconds"] is None
+    assert status["damaged_files"] is None
     assert status["mountpoint"] == str(tmp_path / "mnt")
 
 

@@ -58,7 +58,14 @@ def test_a_protected_file_outlives_its_writer_and_one_more_node(start_cluster: A
 
     assert _json("flush", first / "run", "--timeout", 60)["reached"]
     standing = _json("status", first / "run")
-    assert standing == {"path": str(first / "run"), "state": "protected", "protected_m": 2, "bytes": len(big) + 1000, "files": 2}
+    assert standing == {
+        "path": str(first / "run"),
+        "state": "protected",
+        "protected_m": 2,
+        "bytes": len(big) + 1000,
+        "files": 2,
+        "damaged": [],
+    }
     assert _json("verify", first / "run")["ok"]
 
     for number in (0, 1):

@@ -19,7 +19,10 @@ QUESTIONS: list[m.Message] = [
     m.CopyGet(ID),
     m.SegmentGet(ID, ID, 0, 1),
     m.SegmentAsk(ID),
+    m.SegmentHash(ID, 1, 0, 1),
+    m.SegmentMend(ID),
     m.Verify(ID, 0),
+    m.KeptVerify(ID, False),
     m.Ping(),
 ]
 ANSWERS: list[m.Message] = [
@@ -33,7 +36,10 @@ ANSWERS: list[m.Message] = [
     m.Copy(ID),
     m.SegmentData(),
     m.SegmentIs(0, 0, 0),
+    m.SegmentHashed(0),
+    m.SegmentMended(True, ""),
     m.Verified(True, [], ""),
+    m.KeptVerified(0, []),
     m.Status("", ID, 0, ""),
 ]
 PARTS: list[m.Message] = [m.Cell(0), m.FooterPart(0, 1), m.PutStop()]

@@ -16,7 +16,7 @@ from ckptfs.replication import peer_client, peer_server
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason
-from ckptfs.replication.peer_client import PeerClient, PeerPool
+from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient, PeerPool
 from ckptfs.replication.peer_server import PeerServer, PeerServerLimits
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_store import ShardStore, VerifyResult
@@ -52,6 +52,22 @@ class Segments:
         return f"{self.directory}/{segment.hex()}"
 
 
+class KeptByNode:
+    """What a node keeps besides shards: nothing that is wrong, but what it is told to say."""
+
+    def __init__(self) -> None:
+        self.mended = Mended(True, "it is right")
+        self.cells = KeptCells(0, ())
+        self.asked: list[tuple[Vid, bool]] = []
+
+    async def mend_segment(self, vid: Vid) -> Mended:
+        return self.mended
+
+    async def verify(self, vid: Vid, *, mend: bool) -> KeptCells:
+        self.asked.append((vid, mend))
+        return self.cells
+
+
 class SlowStore(ShardStore):
     """A store whose verification waits until it is let go on."""
 
@@ -83,7 +99,8 @@ class Node:
         self.copies = SmallCopies(self.directory / "small_copies.db", free_bytes=self.free_bytes)
         transport = PlainTransport(stall_seconds=self.stall_seconds)
         segments = Segments(self.directory)
-        self.server = PeerServer(self.shards, self.copies, segments, ANSWERING, transport, self.limits)
+        self.kept = KeptByNode()
+        self.server = PeerServer(self.shards, self.copies, segments, self.kept, ANSWERING, transport, self.limits)
         self.stopped = trio.Event()
         self.scope = trio.CancelScope()
         self.address = await self.nursery.start(self._serve)
@@ -320,6 +337,7 @@ async def test_what_a_peer_does_not_hold(node: Node) -> None:
         lambda client: client.read_copy(VID),
         lambda client: client.read_segment(VID, SEGMENT, 0, 10),
         lambda client: client.segment_status(SEGMENT),
+        lambda client: client.segment_hashes(SEGMENT, 4096, 0, 10),
     ]
     with node.client() as client:
         for request in requests:
@@ -402,6 +420,28 @@ async def test_segments_are_read_as_they_are(node: Node) -> None:
         assert await client.read_segment(VID, SEGMENT, len(content), 10) == b""
         status = await client.segment_status(SEGMENT)
         assert status == (len(content), path.stat().st_mtime_ns, path.stat().st_blocks)
+
+
+async def test_segments_are_hashed_where_they_lie(node: Node) -> None:
+    content = os.urandom(9 * 4096 + 5)
+    (node.directory / SEGMENT.hex()).write_bytes(content)
+    table = checksum.cell_table(content, 4096)
+    with node.client() as client:
+        assert await client.segment_hashes(SEGMENT, 4096, 0, 4096) == (len(content), table)
+        assert await client.segment_hashes(SEGMENT, 4096, 3, 2) == (len(content), table[3 * 16 : 5 * 16])
+        assert await client.segment_hashes(SEGMENT, 4096, 10, 2) == (len(content), b"")
+        assert await client.segment_hashes(SEGMENT, 1 << 20, 0, 1) == (len(content), checksum.cell_hash(content))
+
+
+async def test_what_a_node_keeps_besides_shards(node: Node) -> None:
+    with node.client() as client:
+        node.kept.mended = Mended(False, "x" * 2000)
+        mended = await client.mend_segment(VID)
+        assert (mended.right, len(mended.message)) == (False, 1000)
+        node.kept.cells = KeptCells(5000, tuple(range(2000)))
+        assert await client.verify_kept(VID, mend=True) == KeptCells(5000, tuple(range(1000)))
+        await client.verify_kept(VID, mend=False)
+    assert node.kept.asked == [(VID, True), (VID, False)]
 
 
 async def test_a_slow_answer_is_no_silence(tmp_path: Path, nursery: trio.Nursery) -> None:

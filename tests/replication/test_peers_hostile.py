@@ -18,7 +18,7 @@ from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import AddressRefused, PeerRefused, PeerUnreachable, ProtocolViolation, RefusalReason
 from ckptfs.replication.frame_stream import FrameStream
-from ckptfs.replication.peer_client import PeerClient
+from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
 from ckptfs.replication.peer_messages import (
     Cell,
     CellsDone,
@@ -32,6 +32,7 @@ from ckptfs.replication.peer_messages import (
     PutReady,
     Refused,
     SegmentData,
+    SegmentHashed,
     Status,
     Welcome,
 )
@@ -53,6 +54,14 @@ HELLO = Hello(1, 1, "ckptfs", CLUSTER, ASKING.store, "asking")
 STALL_SECONDS = 0.05
 
 
+class KeepsNothing:
+    async def mend_segment(self, vid: Vid) -> Mended:
+        raise AssertionError("no segments here")
+
+    async def verify(self, vid: Vid, *, mend: bool) -> KeptCells:
+        return KeptCells(0, ())
+
+
 class NoSegments:
     def path_of(self, segment: SegmentId) -> str:
         return f"/nonexistent/{segment.hex()}"
@@ -72,7 +81,7 @@ async def answering(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Answ
     index = AgentDatabase(tmp_path / "agent.db")
     shards = ShardStore(tmp_path / "shards", index)
     copies = SmallCopies(tmp_path / "small_copies.db")
-    server = PeerServer(shards, copies, NoSegments(), ANSWERING, PlainTransport(stall_seconds=STALL_SECONDS))
+    server = PeerServer(shards, copies, NoSegments(), KeepsNothing(), ANSWERING, PlainTransport(stall_seconds=STALL_SECONDS))
     yield Answering(server, shards, await nursery.start(server.serve, "127.0.0.1:0"))
     nursery.cancel_scope.cancel()
     index.close()
@@ -433,6 +442,15 @@ async def test_more_of_a_segment_than_asked_for(nursery: trio.Nursery) -> None:
     client = await client_of(then((SegmentData(), b"12345")), nursery)
     with pytest.raises(ProtocolViolation, match="5 bytes of a segment instead of 4"):
         await client.read_segment(VID, SegmentId(VID), 0, 4)
+    client.close()
+    nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("hashes", [b"x" * 48, b"x" * 31])
+async def test_other_hashes_than_asked_for(hashes: bytes, nursery: trio.Nursery) -> None:
+    client = await client_of(then((SegmentHashed(100), hashes)), nursery)
+    with pytest.raises(ProtocolViolation, match="bytes of hashes of 2 cells"):
+        await client.segment_hashes(SegmentId(VID), 4096, 0, 2)
     client.close()
     nursery.cancel_scope.cancel()
 

@@ -27,7 +27,13 @@ from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.versions import LocalCommit, Versions
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
+from ckptfs.fs.open_files import OpenFiles
+from ckptfs.fs.reclaim import Reclaimer
+from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.replication.codec import Cell, WritableCell, choose_codec
+from ckptfs.replication.local_copies import CopyPlace
+from ckptfs.replication.peer_client import Mended
 from ckptfs.replication.transport import PlainTransport
 
 CELL = 16 << 10
@@ -130,6 +136,7 @@ class Node:
             PlainTransport(stall_seconds=5.0),
             MountDatabaseReader(self.store.mount_db),
             self._protected,
+            self._switch_segment,
             time.time_ns,
             AgentSettings(
                 small_file_size=SMALL,
@@ -186,6 +193,14 @@ class Node:
         self.told += vids
         self.mount_db.set_protected(vids)
         return True
+
+    async def _switch_segment(self, ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
+        open_files = OpenFiles(self.mount_db, self.segments, None)
+        reclaimer = Reclaimer(self.kv, self.segments, RemoteReaders(self.kv))
+        switch = SegmentSwitch(self.versions, self.segments, open_files, reclaimer, self.store.store_id)
+        mended = await switch.switch(ino, vid, before, copy)
+        await reclaimer.drain()
+        return mended
 
     # ---- what a mount does
 

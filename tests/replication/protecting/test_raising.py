@@ -172,6 +172,7 @@ async def test_without_its_segment_it_is_raised_from_its_shards(cluster: Any, se
     await cluster.up(3)
     await restart(cluster, 0)
     await raised(node, saved)
+    assert (await node.version(saved)).damaged == (segment == "damaged")
     await cluster.down(0, 1)
     assert await cluster[2].content(saved) == saved.content
 

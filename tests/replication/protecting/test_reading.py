@@ -64,6 +64,8 @@ async def test_too_much_damage_is_an_error_and_never_bytes(cluster: Any) -> None
     saved, version = await protected(cluster)
     for index in range(3):
         flip(shard_path(cluster, saved, version, index), HEADER_SIZE + 2 * CELL)
+    for cell in range(8, 11):
+        flip(cluster[0].segments.path_of(saved.segment), cell * CELL)
     reader = cluster[2]
     good = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=0, length=100)
     assert good["ok"]
@@ -108,8 +110,9 @@ async def test_three_nodes_away_is_an_error_and_comes_back_with_them(cluster: An
     saved, _ = await protected(cluster)
     small = await cluster[0].save("s", b"small")
     (copies,) = await cluster[0].protected(small)
-    reader = next(node for node in cluster.nodes if node.store.store_id not in {shard.store for shard in copies.shards})
-    away = [cluster.number_of(shard.store) for shard in copies.shards]
+    others = [node for node in cluster.nodes if node.store.store_id not in {shard.store for shard in copies.shards}]
+    reader = next(node for node in others if node.number != 0)
+    away = {0, *(cluster.number_of(shard.store) for shard in copies.shards)}
     await cluster.down(*away)
     for one in (saved, small):
         answer = await reader.ask("fetch", ino=one.ino, vid=one.vid, offset=0, length=5)
@@ -329,6 +332,8 @@ async def test_verify_says_which_shards(cluster: Any) -> None:
     report = await verify(cluster[2], saved, deep=True)
     assert (report["result"], report["damaged"], report["missing"]) == ("damaged", [1], [4])
     flip(shard_path(cluster, saved, version, 0), HEADER_SIZE + 3 * CELL)
+    for cell in (12, 13):
+        flip(cluster[0].segments.path_of(saved.segment), cell * CELL)
     report = await verify(cluster[2], saved, deep=True)
     assert report["result"] == "lost"
 

@@ -106,8 +106,10 @@ async def test_cells_damaged_here_and_there_in_all_shards(cluster: Any) -> None:
     for index, path in enumerate(paths):
         for stripe in (index, (index + 1) % STRIPES):
             flip(path, HEADER_SIZE + stripe * CELL + index)
-    (report,) = await verify(cluster[1], saved.ino)
-    assert report["result"] == "lost"
+    os.unlink(cluster[0].segments.path_of(saved.segment))
+    for deep in (False, True):
+        (report,) = await verify(cluster[1], saved.ino, deep=deep)
+        assert (report["result"], report["damaged"]) == ("damaged", [0, 1, 2, 3, 4, 5])
     (report,) = await verify(cluster[1], saved.ino, repair=True)
     assert (report["result"], report["repaired"]) == ("repaired", [0, 1, 2, 3, 4, 5])
     assert [path.read_bytes() for path in paths] == before
@@ -118,6 +120,7 @@ async def test_what_too_few_shards_are_left_of_is_lost_and_left_alone(cluster: A
     version, other_version = await cluster[0].protected(saved, other)
     for index in (0, 2, 4):
         (await shard_path(cluster, version, saved.vid, index)).unlink()
+    os.unlink(cluster[0].segments.path_of(saved.segment))
     (await shard_path(cluster, other_version, other.vid, 0)).unlink()
     lost, repaired = await verify(cluster[1], saved.ino, other.ino, repair=True)
     assert (lost["result"], lost["missing"], lost["repaired"]) == ("lost", [0, 2, 4], [])
