@@ -54,6 +54,7 @@ class RecordCache:
         """The newest revision, if it is known."""
         self._entries: dict[bytes, Entry | None] = {}
         self._counts: dict[bytes, int] = {}
+        self._counted_lengths: set[int] = set()
 
     def refresh(self) -> None:
         """Forget everything if anybody committed since. Called before looking, and before reading what will be kept."""
@@ -61,6 +62,7 @@ class RecordCache:
         if header != self.header or len(self._entries) > ENTRIES_MAX:
             self._entries.clear()
             self._counts.clear()
+            self._counted_lengths.clear()
             self.newest = None
             self.header = header
 
@@ -84,6 +86,7 @@ class RecordCache:
     def keep_count(self, prefix: bytes, count: int) -> None:
         """Remember what was counted after the last `refresh`."""
         self._counts[prefix] = count
+        self._counted_lengths.add(len(prefix))
 
     def committed(self, revision: int, changed: Mapping[bytes, Written | None]) -> None:
         """An own transaction was committed at this revision and left these keys so. Precondition: `refresh` was called under its
@@ -104,5 +107,6 @@ class RecordCache:
                 entries[key] = Entry(key, written.value, written.revision, written.revision)
             elif known is not None:
                 entries[key] = Entry(key, written.value, known.create_revision, written.revision)
-        for prefix in [prefix for prefix in self._counts if any(key.startswith(prefix) for key in changed)]:
-            del self._counts[prefix]
+        for length in self._counted_lengths:  # one or two, however many prefixes were counted
+            for key in changed:
+                self._counts.pop(key[:length], None)
