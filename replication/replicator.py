@@ -239,10 +239,11 @@ class Replicator:
 
     def _forget_others(self, waiting: Sequence[WaitingVersion]) -> None:
         """Keep notes only about what still waits, and about files protected a short time ago."""
+        if self._damaged:
+            self._damaged &= {one.vid for one in waiting}
         if len(self._trouble) > 2 * len(waiting):
             listed = {one.vid for one in waiting}
             self._trouble = {vid: trouble for vid, trouble in self._trouble.items() if vid in listed}
-            self._damaged &= listed
         if len(self._not_again_before) > REMEMBERED_MAX:
             now = trio.current_time()
             self._not_again_before = {ino: time for ino, time in self._not_again_before.items() if time > now}
