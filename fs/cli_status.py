@@ -116,11 +116,6 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
             table.add_row(node["id"], state, "-", "?", "?", "-", node["mountpoint"])
         if node["lane"] not in (None, "passthrough") and node["lane_reason"]:
             reasons.setdefault(f"{node['lane']}: {node['lane_reason']}", []).append(node["id"])
-        space = (node["mount"] or {}).get("space") or {}
-        if space.get("shortage"):
-            reasons.setdefault(f"FULL: {space['shortage']}", []).append(node["id"])
-        elif space.get("warning"):
-            reasons.setdefault(f"nearly full: {space['warning']}", []).append(node["id"])
         for problem in node["problems"]:
             reasons.setdefault(problem, []).append(node["id"])
     return Group(table, *(f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()))

@@ -396,6 +396,10 @@ class MountProcess:
     def _problems(self) -> list[str]:
         """What an operator has to act on, a line each."""
         problems = []
+        if self._space.shortage:
+            problems.append(f"FULL, programs get ENOSPC: {self._space.shortage}")
+        elif self._release.warning:
+            problems.append(f"nearly full: {self._release.warning}")
         asked, agreed = self._config.protection, self._settings
         if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes) != (
             agreed.data_shards,

@@ -16,6 +16,7 @@ from ckptfs.cache.reserve import room_at
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
+from ckptfs.fs.status import nodes_status, places_of_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
@@ -91,18 +92,26 @@ def test_files_go_from_a_full_drive_and_saving_goes_on(full_cluster: tuple[Local
     filler = fill_behind(drive)
     with pytest.raises(OSError, match="No space left"):
         (home / "more").mkdir()
-    assert "full" in status_of(cluster.nodes[0])["space"]["shortage"]
+
+    def shown() -> bool:
+        return all(
+            any(problem.startswith("FULL, programs get ENOSPC: the drive of the store") for problem in node["problems"])
+            for node in nodes_status(places_of_cluster(cluster))
+        )
+
+    wait_for(shown, "every node says so")
     for path in saved:
         assert path.read_bytes() == (path.read_bytes()[:1] * path.stat().st_size)
 
     for number, path in enumerate(sorted(home.glob("fill-*"))):  # those that were cut short, too
-        (home if number % 2 else other).joinpath(path.name).unlink()
-    assert sorted(path.name for path in home.iterdir()) == ["before"]
+        if path != saved[-1]:
+            (home if number % 2 else other).joinpath(path.name).unlink()
+    assert sorted(path.name for path in home.iterdir()) == ["before", saved[-1].name]
     filler.unlink()
     wait_for(lambda: not any(status_of(node)["space"]["shortage"] for node in cluster.nodes), "room again")
     assert (home / "before").read_bytes() == BEFORE
     (home / "after").write_bytes(BEFORE)
-    protect(home / "after")
+    protect(home / "after", saved[-1])  # and what was saved last before there was no room
     assert (other / "after").read_bytes() == BEFORE
 
 
