@@ -497,10 +497,14 @@ class SqliteCatalog:
 def _connect(path: str) -> sqlite3.Connection:
     # Opening reads the file, and waits for another process that is opening it; a transaction of this connection never waits.
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    connection.execute("PRAGMA cache_size=-8192")
-    connection.execute("PRAGMA busy_timeout=0")
+    try:
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        connection.execute("PRAGMA cache_size=-8192")
+        connection.execute("PRAGMA busy_timeout=0")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
