@@ -127,6 +127,7 @@ class Node:
 
     async def up(self) -> None:
         self.agent_kv = FlakyCatalog(os.fspath(self.cluster.directory / "catalog.db"), f"agent-{self.number}", None)
+        self.waiting = MountDatabaseReader(self.store.mount_db)
         agent = self.agent = Agent(
             self.store,
             self.agent_kv,
@@ -134,7 +135,7 @@ class Node:
             self.incarnation,
             self.codec,
             PlainTransport(stall_seconds=5.0),
-            MountDatabaseReader(self.store.mount_db),
+            self.waiting,
             self._protected,
             self._switch_segment,
             time.time_ns,
@@ -162,6 +163,7 @@ class Node:
             with trio.CancelScope(shield=True):
                 await agent.aclose()
                 await self.agent_kv.aclose()
+            self.waiting.close()
             self.agent = None
             self._ended.set()
 
