@@ -270,9 +270,9 @@ class SqliteCatalog:
         changed: dict[bytes, Written | None] = {}
 
         def end(connection: sqlite3.Connection, _known: RecordCache | None) -> TransactionResult:
-            bound = "key IN (SELECT key FROM bound WHERE session=?1) AND session=?1"
-            keys = connection.execute(f"SELECT key FROM kv WHERE {bound} ORDER BY key", (session,)).fetchall()
-            connection.execute(f"DELETE FROM kv WHERE {bound}", (session,))
+            bound = "key IN (SELECT key FROM bound WHERE session=?) AND session=?"
+            keys = connection.execute(f"SELECT key FROM kv WHERE {bound} ORDER BY key", (session, session)).fetchall()
+            connection.execute(f"DELETE FROM kv WHERE {bound}", (session, session))
             connection.execute("DELETE FROM bound WHERE session=?", (session,))
             changed.update((key, None) for (key,) in keys)
             return _logged(connection, _newest(connection), [(key, None) for (key,) in keys])
