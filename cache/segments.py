@@ -2,7 +2,8 @@
 
 A segment is `segments/<first 8 hex digits>/<32 hex digits of its id>`, mode 0600, with the extended attribute
 `user.ckptfs` = format (1 byte, 1), inode number (8 bytes, little-endian): with the databases gone, segments and the catalog
-say together what belongs where. Its bytes are the file's bytes, so a disaster leaves ordinary files.
+say together what belongs where. Its bytes are the file's bytes, so a disaster leaves ordinary files. Once a sync of it failed it
+also has `user.ckptfs.sync_failed`, empty: the kernel has marked its pages clean, so a later sync would succeed and lie.
 
 The kernel writes a segment directly (passthrough); this process only ever holds read-only descriptors, so that
 `has_no_writer` tells the truth.
@@ -23,6 +24,7 @@ from ckptfs.cache.file_identity import FileIdentity, file_identity
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
 
 ATTRIBUTE = "user.ckptfs"
+SYNC_FAILED_ATTRIBUTE = "user.ckptfs.sync_failed"
 FORMAT_VERSION = 1
 _LABEL = struct.Struct("<BQ")
 _HEX = re.compile("[0-9a-f]+")
@@ -135,6 +137,20 @@ class Segments:
         if version != FORMAT_VERSION:
             raise DamagedData(f"a segment has format {version}, this program reads {FORMAT_VERSION}; it was left alone")
         return InodeNumber(ino)
+
+    def mark_sync_failed(self, segment: SegmentId) -> None:
+        """Remember, also for the processes to come, that the segment's bytes are not safe on this drive."""
+        os.setxattr(self.path_of(segment), SYNC_FAILED_ATTRIBUTE, b"")
+
+    def has_sync_failed(self, descriptor: int) -> bool:
+        """Whether a sync of the segment ever failed."""
+        try:
+            os.getxattr(descriptor, SYNC_FAILED_ATTRIBUTE)
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                return False
+            raise
+        return True
 
     def remove(self, segment: SegmentId) -> None:
         """Unlink the segment; nothing happens if it is gone already."""

@@ -544,7 +544,7 @@ class FileOperations:
         try:
             await trio.to_thread.run_sync(run)
         except OSError as error:
-            file.sync_failed = True
+            self._open_files.sync_failed(file)
             log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
             raise
         if first and file.orphan is None:

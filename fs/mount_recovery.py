@@ -128,6 +128,7 @@ class MountRecovery:
         file = FileInUse(
             row.ino, state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
         )
+        file.sync_failed = self._segments.has_sync_failed(descriptor)
         if nameless:
             file.orphan = unpack(Inode, row.orphan) if row.orphan else NAMELESS
         elif version is not None and version.durable:

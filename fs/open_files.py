@@ -319,6 +319,15 @@ class OpenFiles:
                 os.close(file.copy_descriptor)
                 file.copy_descriptor = None
 
+    def sync_failed(self, file: FileInUse) -> None:
+        """The drive did not take the file's bytes: no later sync may claim success, also not after this process was killed."""
+        file.sync_failed = True
+        assert file.segment is not None
+        try:
+            self._segments.mark_sync_failed(file.segment)
+        except OSError as error:
+            log.error("sync_failure_not_noted segment=%s error=%s", file.segment.hex(), error.strerror)
+
     def drop(self, file: FileInUse) -> None:
         """Forget a file without handles; its descriptors are closed, as soon as nothing pins them."""
         assert not file.handles

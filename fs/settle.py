@@ -156,7 +156,7 @@ class Settler:
         for result in results:
             file = file_of[result.candidate.vid]
             if isinstance(result, SealFailed):
-                file.sync_failed = True
+                self._open_files.sync_failed(file)
                 log.error(
                     "seal_failed inode=%d segment=%s error=%s: the bytes are not safe on this node, copy the file elsewhere",
                     file.ino,

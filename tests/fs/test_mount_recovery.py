@@ -355,3 +355,20 @@ async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> Non
     assert await sweep.sweep_rows() == 1
     await node.settle()
     assert node.segment_count() == 1
+
+
+async def test_a_sync_that_failed_stays_failed_after_a_kill(start_node: StartNode) -> None:
+    """The kernel has marked the pages clean: the next process's sync would succeed, and so would the next one's seal."""
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"content")
+    node.open_files.sync_failed(node.open_files.get(InodeNumber(ino)))
+    assert await node.errno(node.fsync(fh)) == "EIO"
+    for _ in range(2):
+        node = await _killed(start_node, node)
+        assert await node.errno(node.fsync(fh)) == "EIO"
+    await node.release(fh)
+    await node.settle()
+    assert await node.state(ino) is VersionState.OPEN
+    again = await node.open(ino, os.O_WRONLY | os.O_TRUNC)
+    assert await node.errno(node.fsync(again)) == "EIO"

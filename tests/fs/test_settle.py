@@ -306,6 +306,8 @@ async def test_a_seal_the_disk_refuses_is_loud_final_and_nobody_else_s(bench: Be
     assert await bench.state(good) is VersionState.LOCAL
     assert await bench.state(broken) is VersionState.OPEN
     assert broken.sync_failed
+    assert broken.descriptor is not None
+    assert bench.segments.has_sync_failed(broken.descriptor)
     assert f"seal_failed inode={broken.ino}" in caplog.text
     bench.sealer.broken = ()
     bench.settler.closed(broken)
