@@ -26,6 +26,8 @@ _STATES_FOR = {
     "prot": {VersionState.PROTECTED},
     "prev": {VersionState.PROTECTED},
     "prev_local": {VersionState.LOCAL},
+    "prefix": {VersionState.PROTECTED},
+    "prefix_next": {VersionState.LOCAL},
 }
 
 
@@ -104,6 +106,10 @@ def _version_problems(inodes: dict[InodeNumber, Inode], versions: dict[Vid, Vers
             problems.append(f"inode {ino} has an open version and no writer")
         if inode.is_regular and not inode.lost and inode.open is None and inode.cur is None:
             problems.append(f"inode {ino} has no content")
+        if inode.open is None and (inode.prefix_next is not None or inode.prefix_holds):
+            problems.append(f"inode {ino} has a prefix of what nobody writes")
+        if inode.prefix_holds and inode.prefix is None:
+            problems.append(f"inode {ino} has no prefix that could hold")
         if inode.prot is not None and inode.prev is not None:
             problems.append(f"inode {ino} remembers a replaced version though it has a protected one")
     for vid, version in versions.items():

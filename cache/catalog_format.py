@@ -105,6 +105,7 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     `open` is the version being written; it becomes `cur` when its bytes are local. `prev_local` (a local version of the replaced
     file) is kept until this inode has a local one, so that a power cut shows the old content rather than none.
     `times_set_ns` is when another node than the writer set the times, else 0: they hold unless the segment was written since.
+    `prefix`, `prefix_next` and `prefix_holds`: see `prefixes`.
     """
 
     format: int
@@ -131,6 +132,9 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     open: Annotated[Vid, _ID] | None = None
     prev_local: Annotated[Vid, _ID] | None = None
     times_set_ns: int = 0
+    prefix: Annotated[Vid, _ID] | None = None
+    prefix_next: Annotated[Vid, _ID] | None = None
+    prefix_holds: bool = False
 
     def mtime_with(self, segment_mtime_ns: int) -> int:
         """The file's mtime, given that of the segment its writer has."""

@@ -7,6 +7,8 @@ Tables::
                                               one row for each segment whose version isn't protected, and for each file in use
     handle(fh, ino, flags, lane)              one row for each handle the kernel holds
     remote(ino, vid, version, record)         one row for each file in use whose bytes are on another node
+    prefix(ino, vid, segment, size, exposed_ns, path_hint)
+                                              one row for each prefix of a file being written that waits for protection
 
 `state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
 when its first unprotected byte may have been written, wall time. `fh` is the number of the request the handle was opened for.
@@ -52,6 +54,9 @@ CREATE TABLE IF NOT EXISTS file(
     exposed_ns INTEGER NOT NULL, backing_id INTEGER, path_hint BLOB NOT NULL, orphan BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_waiting ON file(exposed_ns) WHERE state = 2;
 CREATE TABLE IF NOT EXISTS handle(fh INTEGER PRIMARY KEY, ino INTEGER NOT NULL, flags INTEGER NOT NULL, lane INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS prefix(
+    ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, segment BLOB NOT NULL, size INTEGER NOT NULL, exposed_ns INTEGER NOT NULL,
+    path_hint BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS remote(ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, version BLOB NOT NULL, record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_local ON file(vid) WHERE state = 2;
 CREATE VIEW IF NOT EXISTS opened AS
@@ -113,7 +118,8 @@ class RemoteRow(NamedTuple):
 
 
 class WaitingVersion(NamedTuple):
-    """A local version that waits for protection. `path_hint` is its name when it was last created or renamed."""
+    """A local version that waits for protection, or a prefix of one that is being written. `path_hint` is its name when it was
+    last created or renamed."""
 
     ino: InodeNumber
     vid: Vid
@@ -121,14 +127,15 @@ class WaitingVersion(NamedTuple):
     size: int
     exposed_ns: int
     path_hint: bytes
+    is_prefix: bool = False
 
 
 class Exposure(NamedTuple):
-    """What a death of this node would lose now. `files` and `oldest_ns` (wall time, None without files) are of everything that
-    isn't protected, `local_bytes` only of what is closed: the size of an open file is the segment's."""
+    """What a death of this node would lose now: so many files, bytes of them, unprotected since (wall time, None without
+    files)."""
 
     files: int
-    local_bytes: int
+    bytes: int
     oldest_ns: int | None
 
 
@@ -246,6 +253,18 @@ class MountDatabase:
         """The last handle of a file is gone, and its backing id was closed."""
         self._owe("DELETE FROM last_handle WHERE fh = ?", [(fh,)])
 
+    def put_prefix(self, waiting: WaitingVersion) -> None:
+        """Set the row of the file's prefix; on a full drive, as soon as there is room."""
+        self._owe("INSERT OR REPLACE INTO prefix VALUES(?, ?, ?, ?, ?, ?)", [waiting[:6]])
+
+    def remove_prefixes(self, inos: Iterable[InodeNumber]) -> None:
+        self._owe("DELETE FROM prefix WHERE ino = ?", [(ino,) for ino in inos])
+
+    def prefixes(self) -> list[WaitingVersion]:
+        """Every row: at most one for each file in use."""
+        rows = self._connection.execute("SELECT * FROM prefix ORDER BY ino")
+        return [WaitingVersion._make((*row, True)) for row in rows]
+
     def put_remote(self, row: RemoteRow) -> None:
         """Set the row of a file whose bytes are on another node; on a full drive, as soon as there is room."""
         self._owe("INSERT OR REPLACE INTO remote VALUES(?, ?, ?, ?)", [row])
@@ -328,8 +347,9 @@ class MountDatabase:
             raise _no_room(self._path) if is_full(error) else error from None
 
     def exposure(self) -> Exposure:
+        """That of what is local. What of open files isn't protected only their segments say."""
         count, size, oldest = self._connection.execute(
-            "SELECT count(*), coalesce(sum(size) FILTER (WHERE state = 2), 0), min(exposed_ns) FROM file WHERE state IN (1, 2)"
+            "SELECT count(*), coalesce(sum(size), 0), min(exposed_ns) FROM file WHERE state = 2"
         ).fetchone()
         return Exposure(count, size, oldest)
 
@@ -342,7 +362,10 @@ class MountDatabaseReader:
         self._connection: sqlite3.Connection | None = None
 
     def waiting(self, limit: int) -> list[WaitingVersion]:
-        """The local versions that have waited longest; none while the database doesn't exist yet. Raises `DamagedData`."""
+        """The local versions that have waited longest, and behind them prefixes; none while the database doesn't exist yet.
+
+        Raises `DamagedData`.
+        """
         if self._connection is None:
             if not self._path.exists():
                 return []
@@ -352,11 +375,14 @@ class MountDatabaseReader:
                 "SELECT ino, vid, segment, size, exposed_ns, path_hint FROM file WHERE state = 2 ORDER BY exposed_ns LIMIT ?",
                 (limit,),
             ).fetchall()
+            prefixes = self._connection.execute(
+                "SELECT * FROM prefix ORDER BY exposed_ns LIMIT ?", (limit - len(rows),)
+            ).fetchall()
         except sqlite3.OperationalError:  # the writer hasn't made its tables yet
             return []
         except sqlite3.DatabaseError as error:
             raise DamagedData(f"{self._path} is damaged ({error}); {_REMEDY}") from None
-        return [WaitingVersion(*row) for row in rows]
+        return [WaitingVersion(*row) for row in rows] + [WaitingVersion._make((*row, True)) for row in prefixes]
 
     def close(self) -> None:
         if self._connection is not None:

@@ -39,6 +39,7 @@ from ckptfs.cache.catalog_records import (
 )
 from ckptfs.cache.errors import DirectoryNotEmpty, InvalidMove, IsADirectory, NameExists, NoSuchName, NotADirectory
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid
+from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import Removed, end_versions, remove_directory, remove_link
 
 DEPTH_MAX = 100_000
@@ -142,7 +143,11 @@ async def _replace(
 ) -> tuple[Renamed, Plan]:
     ino = source.entry.ino
     inode, revision = await _inode_of(kv, source)
-    plan = Plan([Unchanged(inode_key(ino), revision)], [Delete(entry_key(old.directory, old.name))])
+    inode, prefix = await without_prefix(kv, inode)
+    plan = Plan(
+        [Unchanged(inode_key(ino), revision), *prefix.plan.compares],
+        [Delete(entry_key(old.directory, old.name)), *prefix.plan.operations],
+    )
     plan.operations.append(entry_put(new.directory, new.name, ino, inode.mode))
     removed = None
     dead: list[tuple[Vid, Version]] = []
@@ -176,7 +181,7 @@ async def _remember_replaced(kv: KeyValue, inode: Inode, target: FoundName) -> t
         return inode, [], []
     keep: list[Vid] = []
     dropped: list[Vid] = []
-    protected = victim.prot or victim.prev
+    protected = victim.prot or victim.prev or victim.prefix
     if protected is not None and inode.prot is None:
         if inode.prev is not None:
             dropped.append(inode.prev)
@@ -198,8 +203,10 @@ async def _exchange(kv: KeyValue, old: Place, source: FoundName, new: Place, tar
     tie = 1 if old.directory == new.directory else 0
     for found, origin, destination, tie_here in ((source, old, new, 0), (target, new, old, tie)):
         inode, revision = await _inode_of(kv, found)
+        inode, prefix = await without_prefix(kv, inode)
         ino = found.entry.ino
-        plan.compares.append(Unchanged(inode_key(ino), revision))
+        plan.compares.extend([Unchanged(inode_key(ino), revision), *prefix.plan.compares])
+        plan.operations.extend(prefix.plan.operations)
         plan.operations.append(entry_put(destination.directory, destination.name, ino, inode.mode, tie_here))
         inode = _moved(plan, ino, inode, origin.directory, destination.directory)
         plan.operations.append(Put(inode_key(ino), pack(msgspec.structs.replace(inode, ctime_ns=now_ns))))

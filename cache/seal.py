@@ -89,9 +89,29 @@ class Sealer:
                 results.append(sealed)
         return results
 
+    def hash_prefix(self, candidate: SealCandidate) -> Sealed | SealFailed | None:
+        """Sync and hash what the segment has now, though programs write to it; None if it becomes shorter, or unwanted.
+
+        That all of this was there at one moment is known when it is read again afterwards and has the same hashes.
+        """
+        try:
+            os.fdatasync(candidate.descriptor)
+            self._segments.sync_directories([candidate.segment])
+            before = os.fstat(candidate.descriptor)
+            return self._hashed(candidate, before.st_size, before.st_mtime_ns)
+        except OSError as error:
+            return SealFailed(candidate, error)
+
     def _hash(self, candidate: SealCandidate) -> Sealed | None:
         before = os.fstat(candidate.descriptor)
         size = before.st_size
+        sealed = self._hashed(candidate, size, before.st_mtime_ns)
+        after = os.fstat(candidate.descriptor)
+        if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns) or not has_no_writer(candidate.descriptor):
+            return None
+        return sealed
+
+    def _hashed(self, candidate: SealCandidate, size: int, mtime_ns: int) -> Sealed | None:
         cell_size = cell_size_for(size, self._data_shards, self._cell_size_max, self._small_file_size)
         table = bytearray()
         with memoryview(self._buffer) as buffer:
@@ -100,8 +120,4 @@ class Sealer:
                 if os.preadv(candidate.descriptor, [buffer[:wanted]], offset) != wanted or not candidate.still_wanted():
                     return None
                 table += cell_hash(buffer[:wanted])
-        after = os.fstat(candidate.descriptor)
-        if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns) or not has_no_writer(candidate.descriptor):
-            return None
-        root = content_root(candidate.vid, size, cell_size, table)
-        return Sealed(candidate, size, root, cell_size, after.st_mtime_ns)
+        return Sealed(candidate, size, content_root(candidate.vid, size, cell_size, table), cell_size, mtime_ns)

@@ -21,10 +21,11 @@ from ckptfs.cache.catalog_format import (
     version_key,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import Entry, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, Entry, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import attempt_unlink
 from ckptfs.cache.version_states import version_step
 
@@ -70,12 +71,14 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
     if best is None:
         return False
     left, left_version, left_revision = best
-    compares = [
+    compares: list[Compare] = [
         Unchanged(inode_key(ino), inode_revision),
         Unchanged(version_key(vid), revision),
         Unchanged(version_key(left), left_revision),
     ]
     protected = left_version.state is VersionState.PROTECTED
+    inode, ending = await without_prefix(kv, inode)
+    compares.extend(ending.plan.compares)
     changed = msgspec.structs.replace(
         inode,
         open=None,
@@ -83,10 +86,15 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
         cur=left,
         prot=left if protected else inode.prot,
         prev=None if left == inode.prev else inode.prev,
+        prefix=None if left == inode.prefix else inode.prefix,
         prev_local=None,
         size=left_version.size,
     )
-    operations: list[Operation] = [version_step(vid, version, None), Put(inode_key(ino), pack(changed))]
+    operations: list[Operation] = [
+        version_step(vid, version, None),
+        Put(inode_key(ino), pack(changed)),
+        *ending.plan.operations,
+    ]
     if left_version.ino != ino:  # the content of a file this one has replaced
         operations.append(version_step(left, left_version, msgspec.structs.replace(left_version, ino=ino)))
     await commit(kv, compares, operations)
@@ -94,7 +102,7 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
 
 
 async def _best_left(kv: KeyValue, inode: Inode) -> tuple[Vid, Version, int] | None:
-    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev):
+    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix):
         found = None if vid is None else await find_version(kv, vid)
         if vid is not None and found is not None and found[0].state in (VersionState.LOCAL, VersionState.PROTECTED):
             return vid, *found

@@ -13,6 +13,8 @@ PROTECTED    PROTECTED     `Versions.commit_repaired`: a shard has another holde
 LOCAL, PROT. (the same)    `Versions.mark_damaged`: what hashing the segment again showed
 PROTECTED    DEAD          replaced, rewritten or removed: a tombstone, because the shards outlive it (R1)
 OPEN, LOCAL  (no key)      the same for what was never protected; and an open version whose bytes a power cut took
+(no key)     LOCAL         `prefixes.begin_prefix`: what an open version has so far, hashed
+PROTECTED    (no key)      a prefix, when a longer one or the whole file is protected
 DEAD         (no key)      reclaim
 ===========  ============  =====================================================================================
 """
@@ -24,11 +26,13 @@ from ckptfs.cache.ids import Vid
 TRANSITIONS: frozenset[tuple[VersionState | None, VersionState | None]] = frozenset(
     {
         (None, VersionState.OPEN),
+        (None, VersionState.LOCAL),
         (VersionState.OPEN, VersionState.LOCAL),
         (VersionState.LOCAL, VersionState.PROTECTED),
         (VersionState.PROTECTED, VersionState.DEAD),
         (VersionState.OPEN, None),
         (VersionState.LOCAL, None),
+        (VersionState.PROTECTED, None),
         (VersionState.DEAD, None),
     }
 )

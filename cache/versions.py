@@ -27,6 +27,7 @@ from ckptfs.cache.catalog_kv import COMPARES_MAX, OPERATIONS_MAX, Compare, KeyVa
 from ckptfs.cache.catalog_records import Conflict, Plan, commit, existing_inode, find_version, repeated
 from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, StoreId, Vid, new_vid
+from ckptfs.cache.prefixes import give_up_prefix, superseded, without_prefix
 from ckptfs.cache.removal import end_versions
 from ckptfs.cache.segment_records import mark_damaged, replace_segment
 from ckptfs.cache.version_recovery import Dropped, drop_open_versions, versions_at_home
@@ -179,8 +180,10 @@ class Versions:
 
     async def _begin(self, ino: InodeNumber, inode: Inode, segment: SegmentId, plan: Plan) -> OpenedForWriting:
         ending = await end_versions(self.kv, [inode.open], self.now_ns())
-        plan.compares.extend(ending.plan.compares)
-        plan.operations.extend(ending.plan.operations)
+        inode, prefix = await without_prefix(self.kv, inode)
+        for part in (ending.plan, prefix.plan):
+            plan.compares.extend(part.compares)
+            plan.operations.extend(part.operations)
         version = Version(FORMAT_VERSION, ino, VersionState.OPEN, self._writer.store, segment)
         changed = msgspec.structs.replace(inode, lost=False, rolled_back_from=None)
         return self._opened(ino, changed, version, ending.dead[0] if ending.dead else None, plan, carried_on=False)
@@ -321,8 +324,10 @@ class Versions:
         # A protected `cur` stays as `prot`; an unprotected one is only replaced.
         replaced = [vid for vid in (inode.cur, inode.prev_local) if vid != inode.prot]
         ending = await end_versions(self.kv, replaced, self.now_ns())
-        plan.compares.extend(ending.plan.compares)
-        plan.operations.extend(ending.plan.operations)
+        inode, prefix = await without_prefix(self.kv, inode)
+        for part in (ending.plan, prefix.plan):
+            plan.compares.extend(part.compares)
+            plan.operations.extend(part.operations)
         changed = msgspec.structs.replace(
             inode,
             cur=local.vid,
@@ -352,7 +357,7 @@ class Versions:
         if found is None:
             return None
         inode, version, plan = found
-        if inode.cur != protected.vid or version.state is not VersionState.LOCAL:
+        if protected.vid not in (inode.cur, inode.prefix_next) or version.state is not VersionState.LOCAL:
             return None
         _check_protected(protected, version)
         plan.compares.extend(Unchanged(store_key(store), revision) for store, revision in protected.store_revisions.items())
@@ -366,12 +371,23 @@ class Versions:
             damaged=False,
         )
         plan.operations.append(version_step(protected.vid, version, after))
-        ending = await end_versions(self.kv, [inode.prot, inode.prev], self.now_ns())
-        plan.compares.extend(ending.plan.compares)
-        plan.operations.extend(ending.plan.operations)
-        changed = msgspec.structs.replace(inode, prot=protected.vid, prev=None)
+        is_prefix = protected.vid == inode.prefix_next
+        dead: list[tuple[Vid, Version]] = []
+        if is_prefix:
+            changed = msgspec.structs.replace(inode, prefix=protected.vid, prefix_next=None, prefix_holds=True)
+        else:
+            ending = await end_versions(self.kv, [inode.prot, inode.prev], self.now_ns())
+            plan.compares.extend(ending.plan.compares)
+            plan.operations.extend(ending.plan.operations)
+            dead = ending.dead
+            changed = msgspec.structs.replace(inode, prot=protected.vid, prev=None)
+        if is_prefix or inode.open is None:  # else the prefix is that of a later version, which is still written
+            gone = await superseded(self.kv, inode.prefix)
+            plan.compares.extend(gone.compares)
+            plan.operations.extend(gone.operations)
+            changed = changed if is_prefix else msgspec.structs.replace(changed, prefix=None)
         plan.operations.append(Put(inode_key(protected.ino), pack(changed)))
-        return plan, ending.dead
+        return plan, dead
 
     async def _plan_protected_if_holders_stay(self, protected: ProtectedCommit) -> Planned | None:
         for store, revision in protected.store_revisions.items():
@@ -466,6 +482,10 @@ class Versions:
             # Its inode named it a moment ago, and names it in the same transaction that removes it.
             raise Conflict
         return found
+
+    async def give_up_prefix(self, ino: InodeNumber, prefix: Vid) -> None:
+        """A prefix that can't be protected, because its bytes have changed, ends. See `prefixes`."""
+        await give_up_prefix(self.kv, ino, prefix)
 
     # Recovery
 

@@ -22,6 +22,7 @@ log has it).
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 READ_BYTES_MAX = 16 << 20
 """The largest part one `read` gives; the caller asks again for more."""
 
+AWAY_SECONDS = 10.0
+"""How long the home of a file that is being written must not have answered before readers get what of it is protected."""
+REMEMBERED_MAX = 1000
+
 MOVED_TRIES = 4
 REPAIR_TRIES = 3
 """How often a file is verified again that was replaced during its repair."""
@@ -59,6 +64,7 @@ class AgentRequests:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._prefixes_read: OrderedDict[Vid, None] = OrderedDict()
         self._answers: dict[str, Callable[[Message], Awaitable[Message]]] = {
             "wake": self._wake,
             "fetch": self._fetch,
@@ -143,6 +149,10 @@ class AgentRequests:
 
     async def _attributes(self, request: Message) -> Message:
         async def ask(inode: Inode | None, vid: Vid, version: Version) -> Message:
+            prefix = await self._prefix_instead(inode, version)
+            if inode is not None and prefix is not None:
+                size = prefix[1].size
+                return {"size": size, "mtime_ns": inode.mtime_ns, "blocks": -(-size // 512)}
             if inode is not None and (version.shards or version.state is VersionState.PROTECTED):
                 return {"size": version.size, "mtime_ns": inode.mtime_ns, "blocks": -(-version.size // 512)}
             status = await self._at_home(version, lambda: self._agent.holders.segment_status(version.home, version.segment))
@@ -158,6 +168,7 @@ class AgentRequests:
         async def read(inode: Inode | None, vid: Vid, version: Version) -> Message:
             if not length:
                 return {"data": b""}
+            vid, version = await self._prefix_instead(inode, version) or (vid, version)
             if version.shards or version.state is VersionState.PROTECTED:
                 fetched = await self._agent.restorer.fetch(vid, version, offset, length)
                 while not isinstance(fetched, bytes):
@@ -199,6 +210,28 @@ class AgentRequests:
             except (ShardNotFound, ShardDamaged) as error:
                 failure, before = error, vid
         raise failure or Gone("the file changes faster than it can be read")
+
+    async def _prefix_instead(self, inode: Inode | None, version: Version) -> tuple[Vid, Version] | None:
+        """What of a file that is being written was protected, if its home has been away for so long that readers aren't to wait
+        any more, and nothing newer than that was closed (R16)."""
+        if inode is None or version.state is not VersionState.OPEN or inode.prefix is None or not inode.prefix_holds:
+            return None
+        if self._agent.members.seconds_away(version.home) < AWAY_SECONDS:
+            return None
+        prefix = await self._agent.versions.version(inode.prefix)
+        if prefix is None:
+            return None
+        if inode.prefix not in self._prefixes_read:
+            self._prefixes_read[inode.prefix] = None
+            while len(self._prefixes_read) > REMEMBERED_MAX:
+                self._prefixes_read.popitem(last=False)
+            log.warning(
+                "prefix_read inode=%d bytes=%d: it was being written on %s, which is away; start it to have the rest",
+                version.ino,
+                prefix.size,
+                self._home(version),
+            )
+        return inode.prefix, prefix
 
     async def _of_removed(self, request: Message, use: Callable[[Inode | None, Vid, Version], Awaitable[Message]]) -> Message:
         if not request.get("version"):

@@ -136,9 +136,12 @@ SHOWN_MAX = 20
 def _path_text(document: dict[str, Any]) -> RenderableType:
     files = "" if document["files"] == 1 else f" in {document['files']} files"
     survives = document["protected_m"]
+    prefix = document.get("protected_prefix_bytes")
     tail = f", survives the loss of any {survives} failure domains" if survives else _RISKS.get(document["state"], "")
     if not document["files"]:
         tail = ""
+    if prefix:
+        tail += f"; the first {human_bytes(prefix)} of what is being written are"
     if document["files"] > 1 and document["damaged"]:
         more = f" and {len(document['damaged']) - SHOWN_MAX} more" if len(document["damaged"]) > SHOWN_MAX else ""
         tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"

@@ -28,12 +28,13 @@ class Durability:
     async def states(
         self, inos: Iterable[InodeNumber], stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
     ) -> dict[int, Fact]:
-        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`.
+        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`, `prefix_bytes`.
 
         `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away, or with less
         parity than the stores there are now could have), "unreachable" (no node that has the bytes answers), "damaged" (not
         protected, and its segment is not what was hashed) or "lost".
-        `protected_m` is 0 for what isn't protected.
+        `protected_m` is 0 for what isn't protected. `prefix_bytes`: so much of a file that is being written is protected, and
+        read while its node is away.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -50,12 +51,13 @@ class Durability:
     ) -> Fact:
         inode, version = await self._shown(ino, inode)
         if version is None:
-            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": ""}
+            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": "", "prefix_bytes": 0}
         home = stores.get(version.home)
         size = (self._size_of(ino) if version.state is VersionState.OPEN else version.size) or 0
         fact = {
             "state": STATE_NAMES.get(version.state, "open"),
             "protected_m": 0,
+            "prefix_bytes": await self._prefix_bytes(inode, stores, live, parity_shards),
             "bytes": size,
             "home": home.node if home is not None else version.home.hex(),
         }
@@ -89,6 +91,14 @@ class Durability:
                 inode = await self._namespace.inode(ino)  # it may have ended between the two questions
             except NoSuchName:
                 return inode, None
+
+    async def _prefix_bytes(self, inode: Inode, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int) -> int:
+        if inode.prefix is None or not inode.prefix_holds:
+            return 0
+        prefix = await self._versions.version(inode.prefix)
+        if prefix is None or _survives(prefix, stores, live, parity_shards) == UNREADABLE:
+            return 0
+        return prefix.size
 
 
 def _domains(stores: dict[StoreId, Store], live: set[StoreId]) -> set[str]:

@@ -23,6 +23,7 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.open_files import NAMELESS, FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import ContentGone, WholeCopy
@@ -53,6 +54,7 @@ class FileOperations:
         records: FileRecords,
         elsewhere: RemoteFiles,
         settler: Settler,
+        growing: GrowingFiles,
         reclaimer: Reclaimer,
         store: StoreId,
     ) -> None:
@@ -65,6 +67,7 @@ class FileOperations:
         self._records = records
         self._elsewhere = elsewhere
         self._settler = settler
+        self._growing = growing
         self._reclaimer = reclaimer
         self._store = store
         self._disk = DiskReads()
@@ -188,6 +191,8 @@ class FileOperations:
         if header.uid != 0:
             await self._records.clear_privileges(ino, inode)
         file = await self.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
+        if flags & os.O_TRUNC:
+            await self._growing.voided(file)
         handle = self._open_handle_for_writing(header.unique, file, flags)
         if not handle.writable:  # O_RDONLY | O_TRUNC
             self._settler.closed(file)
@@ -432,6 +437,7 @@ class FileOperations:
             await trio.to_thread.run_sync(self._truncate, file, size)
         finally:
             file.writers -= 1
+        await self._growing.voided(file)
         if not file.writers:
             self._settler.closed(file)
 
@@ -451,6 +457,7 @@ class FileOperations:
         if number := await trio.to_thread.run_sync(run):
             raise OSError(number, os.strerror(number))
         file.generation += 1
+        await self._growing.voided(file)
         return b""
 
     async def write(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -510,8 +517,10 @@ class FileOperations:
         self._open_files.close_handle(handle)
         if not file.handles:
             self._elsewhere.let_go(file)
-        if handle.writable and not file.writers and file.state is FileState.OPEN:
-            self._settler.closed(file)
+        if handle.writable and file.state is FileState.OPEN:
+            if not file.writers:
+                self._settler.closed(file)
+            await self._growing.voided(file)
         if not file.handles:
             if file.orphan is not None:
                 await self._destroy(file)
@@ -523,6 +532,7 @@ class FileOperations:
         file = self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file
         if file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
             await self._sync(file)
+            self._growing.synced(file)
         if file.orphan is None:
             await self._namespace.kv.make_durable()
         return b""
@@ -567,6 +577,7 @@ class FileOperations:
         file = self._open_files.get(ino)
         if file is not None:
             file.path_hint = name
+        self._growing.renamed(ino)
 
     def removed(self, removed: Removed) -> None:
         """A name is gone. With the last one a file in use becomes an orphan, another one's segments go."""

@@ -6,6 +6,7 @@ ckptfs.fs.mount_process CONFIG DEVICE PARENT INCARNATION [TURN]`; with TURN, the
 that still serves, when it is told to (`upgrade`).
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ from ckptfs import __version__
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
-from ckptfs.cache.mount_db import CATALOG_FACT, FileState, MountDatabase
+from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
@@ -37,6 +38,7 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_session import FuseSession, Negotiated, not_servable
 from ckptfs.fs.ghost_handles import close_ghosts
+from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
@@ -64,6 +66,7 @@ from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, catalog_reserve_bytes, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
+from ckptfs.replication.quiet_threads import QuietThreads
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +122,10 @@ class MountProcess:
         return not_servable(msgspec.json.decode(stored, type=Negotiated))
 
     async def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            await self._run(stack)
+
+    async def _run(self, stack: contextlib.ExitStack) -> None:
         store, config = self._store, self._config
         repeats = Repeats(self._kv, config.node_id, self._incarnation)
         await repeats.load()
@@ -148,6 +155,19 @@ class MountProcess:
             is_busy=lambda: self._session.is_busy(),
             on_saved=save_size.add,
         )
+        threads = stack.enter_context(QuietThreads(1))
+        growing = GrowingFiles(
+            self._kv,
+            store.store_id,
+            versions,
+            open_files,
+            self._database,
+            Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes),
+            config.mount.settle_seconds,
+            now_ns,
+            lambda: self._wake_agent(False),
+            threads.run,
+        )
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
         records = FileRecords(namespace, open_files, self._database)
         files = FileOperations(
@@ -160,6 +180,7 @@ class MountProcess:
             records,
             elsewhere,
             settler,
+            growing,
             reclaimer,
             store.store_id,
         )
@@ -185,12 +206,14 @@ class MountProcess:
             self._negotiated(session.negotiated, open_files)
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
+        self._growing = growing
         self._durability = Durability(namespace, versions, self._size_of)
         self._settings = settings
         recovery = MountRecovery(
             self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
         )
         await recovery.run()
+        await growing.begin()
         self._sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
         self._release = SegmentRelease(
             versions,
@@ -208,6 +231,7 @@ class MountProcess:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(holds.run)
+            nursery.start_soon(growing.run)
             nursery.start_soon(self._space.run)
             nursery.start_soon(self._checkpoint_now_and_then)
             nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
@@ -272,6 +296,7 @@ class MountProcess:
 
     async def _end(self) -> None:
         """Leave as little as possible in flight."""
+        self._growing.stop()
         await self._settler.settle_due(everything=True)
         await self._reclaimer.drain()
         await self._kv.make_durable()
@@ -363,24 +388,21 @@ class MountProcess:
 
     def _protected(self, vids: list[Vid]) -> None:
         self._database.set_protected(vids, in_use=self._open_files.protected(set(vids)))
+        self._growing.protected(vids)
 
     def _status(self) -> Message:
-        exposure = self._database.exposure()
-        open_bytes = sum(
-            os.fstat(file.descriptor).st_size
-            for file in self._open_files
-            if file.state is FileState.OPEN and file.descriptor is not None
-        )
+        closed, opened = self._database.exposure(), self._growing.exposure()
         statistics = self._session.statistics()
         agreed = self._session.negotiated
         passthrough = agreed is not None and agreed.passthrough and not self._lane_reason
-        oldest = None if exposure.oldest_ns is None else max(0.0, (now_ns() - exposure.oldest_ns) / 1e9)
+        since_ns = min((one.oldest_ns for one in (closed, opened) if one.oldest_ns is not None), default=None)
+        oldest = None if since_ns is None else max(0.0, (now_ns() - since_ns) / 1e9)
         return {
             "ok": True,
             "lane": "passthrough" if passthrough else "served",
             "lane_reason": self._lane_reason,
-            "unprotected_bytes": exposure.local_bytes + open_bytes,
-            "unprotected_files": exposure.files,
+            "unprotected_bytes": closed.bytes + opened.bytes,
+            "unprotected_files": closed.files + opened.files,
             "oldest_unprotected_seconds": oldest,
             "open_files": len(self._open_files),
             "settling_files": self._settler.waiting_count,

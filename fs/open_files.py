@@ -48,8 +48,9 @@ class FileInUse:
     read-only, kept from create to seal so that a sync sees every write-back error. `record` is the inode's as of the newest open.
     `generation` grows with every open for writing and every change made through us: what a background step started from is void
     when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is the version last marked
-    durable; `replaced_segment` that of the protected version this one replaces, free once this one is local. `sync_failed` is
-    final: the kernel marks pages clean after a failed write, so a second sync would lie.
+    durable; `unsealable` after something could still write to it though it is closed; `replaced_segment` that of the protected
+    version this one replaces, free once this one is local. `sync_failed` is final: the kernel marks pages clean after a failed
+    write, so a second sync would lie.
     """
 
     ino: InodeNumber
@@ -69,6 +70,7 @@ class FileInUse:
     durable_vid: Vid | None = None
     replaced_segment: SegmentId | None = None
     sync_failed: bool = False
+    unsealable: bool = False
     write_descriptor: int | None = None
     copy_descriptor: int | None = None
     copy_identity: FileIdentity | None = None

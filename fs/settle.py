@@ -204,6 +204,7 @@ class Settler:
         elif not file.writers and not file.sync_failed and file.ino not in self._due:
             delay_seconds = min(2 * self._delays.get(file.ino, RETRY_SECONDS_MIN / 2), RETRY_SECONDS_MAX)
             self._delays[file.ino] = delay_seconds
+            file.unsealable = True
             self._schedule(file, delay_seconds)
 
 

@@ -53,13 +53,14 @@ class Place:
 @dataclass(frozen=True)
 class FileStanding:
     """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them; `home`: the node that
-    has, or had, its bytes."""
+    has, or had, its bytes; `prefix_bytes`: how much of a file that is being written is protected, from its beginning on."""
 
     path: str
     state: str
     protected_m: int
     size_bytes: int
     home: str = ""
+    prefix_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,12 @@ class PathStanding:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def prefix_bytes(self) -> int:
+        return sum(file.prefix_bytes for file in self.files)
+
     def as_json(self) -> dict[str, Any]:
+        more = {"protected_prefix_bytes": self.prefix_bytes} if self.prefix_bytes else {}
         return {
             "path": self.path,
             "state": self.state,
@@ -90,6 +96,7 @@ class PathStanding:
             "bytes": self.size_bytes,
             "files": len(self.files),
             "damaged": [file.path for file in self.files if file.state == "damaged"],
+            **more,
         }
 
 
@@ -244,7 +251,8 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
             if fact is not None:
                 path, size = paths[ino]
                 survives, home = fact.get("protected_m") or 0, fact.get("home", "")
-                found.append(FileStanding(path, fact["state"], survives, fact.get("bytes", size), home))
+                prefix_bytes = fact.get("prefix_bytes", 0)
+                found.append(FileStanding(path, fact["state"], survives, fact.get("bytes", size), home, prefix_bytes))
     return found
 
 

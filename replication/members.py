@@ -43,6 +43,7 @@ class _Answer(NamedTuple):
     live: bool
     free_bytes: int
     error: str
+    away_since_seconds: float | None = None
 
 
 class Members:
@@ -126,7 +127,16 @@ class Members:
         before = self._answers.get(store)
         if before is None or before.live:
             logger.warning("peer-unreachable store=%s error=%s", store.hex(), error)
-        self._answers[store] = _Answer(trio.current_time(), False, before.free_bytes if before else 0, str(error))
+        now = trio.current_time()
+        since = now if before is None or before.away_since_seconds is None else before.away_since_seconds
+        self._answers[store] = _Answer(now, False, before.free_bytes if before else 0, str(error), since)
+
+    def seconds_away(self, store: StoreId) -> float:
+        """For how long the store has not answered anything; 0 if it did the last time it was asked."""
+        answer = self._answers.get(store)
+        if answer is None or answer.away_since_seconds is None:
+            return 0.0
+        return trio.current_time() - answer.away_since_seconds
 
     def last_error(self, store: StoreId) -> str:
         """Why the store isn't live; empty if it is."""

@@ -68,6 +68,7 @@ class VersionRecords(Protocol):
     async def commit_protected(self, commits: Sequence[ProtectedCommit]) -> set[Vid]: ...
 
     async def mark_damaged(self, vid: Vid, segment: SegmentId, damaged: bool) -> bool: ...
+    async def give_up_prefix(self, ino: InodeNumber, prefix: Vid) -> None: ...
 
 
 class SegmentFiles(Protocol):
@@ -177,7 +178,9 @@ class Protector:
     async def protect_striped(self, waiting: WaitingVersion, version: Version) -> ProtectedCommit:
         """Put the version's shards on k+m holders. Returns what is to be committed, now: the lease test has just been made.
 
-        Raises `AttemptVoid`, `SegmentDamaged`, `ReplicationError`, `CacheError` or `OSError`.
+        Raises `AttemptVoid`, `SegmentDamaged`, `ReplicationError`, `CacheError` or `OSError`. For a prefix of what is being
+        written there is no lease test: what is sent has the hashes that were taken before, so all of it was there at one moment
+        in between; if it changed, `ContentChanged`.
         """
 
         async def still_wanted() -> None:
@@ -187,9 +190,12 @@ class Protector:
         try:
             source = StripedSource(waiting.vid, waiting.ino, waiting.path_hint, version, descriptor)
             geometry, shards = await self.put_striped(source, still_wanted)
-            _require_sealed(descriptor)
+            if not waiting.is_prefix:
+                _require_sealed(descriptor)
         except ContentChanged as change:
             await self._require_local(waiting.vid)
+            if waiting.is_prefix:
+                raise
             _require_sealed(descriptor)
             raise _damaged(waiting, str(change)) from None
         finally:
@@ -406,6 +412,8 @@ class Protector:
                 table = cell_table(content, cell_size)
                 if content_root(waiting.vid, version.size, cell_size, table) == version.root:
                     return content
+            if waiting.is_prefix:
+                raise ContentChanged("the file was changed, not only appended to, since its prefix was hashed")
             _require_sealed(descriptor)
         finally:
             os.close(descriptor)
@@ -458,8 +466,12 @@ class Protector:
         try:
             descriptor = self._segments.open_read(waiting.segment)
         except FileNotFoundError:
+            if waiting.is_prefix:
+                raise AttemptVoid("the file was removed") from None
             raise _damaged(waiting, "it is gone") from None
         try:
+            if waiting.is_prefix:
+                return descriptor  # programs write behind it; only its bytes say that they haven't changed
             _require_sealed(descriptor)
             size = os.fstat(descriptor).st_size
             if size != version.size:

@@ -8,6 +8,7 @@ States of a waiting version, as this loop sees it: due -> in progress -> protect
 deleted; the mount knows), or failed (due again later).
 """
 
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,13 +26,16 @@ from ckptfs.replication.errors import NotEnoughDomains, ReplicationError
 from ckptfs.replication.members import Members
 from ckptfs.replication.protect import Protector, VersionRecords
 from ckptfs.replication.small_copies import BATCH_COUNT_MAX
-from ckptfs.replication.striped_attempt import AttemptVoid, SegmentDamaged
+from ckptfs.replication.striped_attempt import AttemptVoid, ContentChanged, SegmentDamaged
 
 logger = logging.getLogger(__name__)
 
 LISTED_MAX = 1024
 STRIPED_IN_PROGRESS_MAX = 4
 """More than one, so that the syncs of middling files overlap; the memory is bounded by the protector's buffers."""
+
+PREFIXES_IN_PROGRESS_MAX = 1
+"""Prefixes of what is being written come last: no more than so many are under way when one is begun."""
 
 BATCHES_IN_PROGRESS_MAX = 2
 BATCH_SIZE_MAX = 2 << 20
@@ -173,7 +177,7 @@ class Replicator:
     async def _start_what_is_due(self, nursery: trio.Nursery) -> float:
         """Start all that may start now; returns after how many seconds to look again, unless woken before."""
         waiting = await trio.to_thread.run_sync(self._local_versions.waiting, LISTED_MAX, limiter=self._limiter)
-        self._waiting = waiting
+        self._waiting = [one for one in waiting if not one.is_prefix]
         self._forget_others(waiting)
         if not waiting:
             return POLL_SECONDS
@@ -185,7 +189,9 @@ class Replicator:
         for one in waiting:
             if one.vid in self._striped or one.vid in self._batched or one.vid in self._to_tell:
                 continue
-            due_at = max(self._due_at(one.vid), self._not_again_before.get(one.ino, 0.0))
+            # How often a prefix is protected is the mount's choice, and what is closed doesn't wait for it.
+            not_before = 0.0 if one.is_prefix else self._not_again_before.get(one.ino, 0.0)
+            due_at = max(self._due_at(one.vid), not_before)
             if due_at > now:
                 pause_seconds = min(pause_seconds, due_at - now)
                 continue
@@ -199,7 +205,7 @@ class Replicator:
                         batch = []
                     if self._batches < BATCHES_IN_PROGRESS_MAX:
                         batch.append((one, version))
-            elif len(self._striped) < STRIPED_IN_PROGRESS_MAX:
+            elif len(self._striped) < (PREFIXES_IN_PROGRESS_MAX if one.is_prefix else STRIPED_IN_PROGRESS_MAX):
                 self._striped.add(one.vid)
                 nursery.start_soon(self._protect_striped, one, version)
         if batch:
@@ -311,7 +317,8 @@ class Replicator:
         now = trio.current_time()
         for vid in committed:
             self._bytes_protected += by_vid[vid].size
-            self._not_again_before[by_vid[vid].ino] = now + max(AGAIN_SECONDS_MIN, AGAIN_FACTOR * (now - started))
+            if not by_vid[vid].is_prefix:
+                self._not_again_before[by_vid[vid].ino] = now + max(AGAIN_SECONDS_MIN, AGAIN_FACTOR * (now - started))
             self._trouble.pop(vid, None)
             self._damaged.discard(vid)
         self._versions_protected += len(committed)
@@ -321,7 +328,16 @@ class Replicator:
             logger.info("protected versions=%d seconds=%.3f", len(committed), now - started)
             self._protected(list(committed))
 
+    async def _give_up_changed(self, works: Sequence[WaitingVersion], error: Exception) -> None:
+        """A prefix whose bytes have changed is none: the mount makes another one, later."""
+        if isinstance(error, ContentChanged):
+            for one in works:
+                if one.is_prefix:
+                    with contextlib.suppress(CacheError):  # it is tried again, and found changed again
+                        await self._versions.give_up_prefix(one.ino, one.vid)
+
     async def _failed(self, works: Sequence[WaitingVersion], error: Exception) -> None:
+        await self._give_up_changed(works, error)
         if isinstance(error, AttemptVoid):
             self._attempts_void += 1
         else:

@@ -42,7 +42,10 @@ VECTORS: dict[str, tuple[Any, str]] = {
     "entry": (DirectoryEntry(1, InodeNumber(4097), stat.S_IFREG), "9401cd1001cd800000"),
     "entry tie": (DirectoryEntry(1, InodeNumber(2), stat.S_IFDIR, 1), "940102cd400001"),
     "times": (DirectoryTimes(1, 1700000000123456789, 1700000000123456790), "9301cf17979cfe3d85cd15cf17979cfe3d85cd16"),
-    "root": (Inode(1, 0o40755, 0, 0, 1, 2, 3, parent=ROOT_INODE), "dc001801cd41ed0000010203010000c4008001a001c0c0c0c0c0c2c0c000"),
+    "root": (
+        Inode(1, 0o40755, 0, 0, 1, 2, 3, parent=ROOT_INODE),
+        "dc001b01cd41ed0000010203010000c4008001a001c0c0c0c0c0c2c0c000c0c0c2",
+    ),
     "inode full": (
         Inode(
             1,
@@ -69,15 +72,19 @@ VECTORS: dict[str, tuple[Any, str]] = {
             Vid(b"o" * 16),
             Vid(b"l" * 16),
             9,
+            Vid(b"x" * 16),
+            Vid(b"y" * 16),
+            True,
         ),
-        "dc001801cd81a4cd03e8cd03e90a141e020500c40081c406757365722e61c40200ffc0a970726f7465637465640792c41053"
+        "dc001b01cd81a4cd03e8cd03e90a141e020500c40081c406757365722e61c40200ffc0a970726f7465637465640792c41053"
         "53535353535353535353535353535309c41063636363636363636363636363636363c4107070707070707070707070707070"
         "7070c41071717171717171717171717171717171c41062626262626262626262626262626262c3c4106f6f6f6f6f6f6f6f6f"
-        "6f6f6f6f6f6f6fc4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6c09",
+        "6f6f6f6f6f6f6fc4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6c09c41078787878787878787878787878787878c4107979797979"
+        "7979797979797979797979c3",
     ),
     "symlink": (
         Inode(1, 0o120777, 0, 0, 1, 1, 1, target=b"../x", size=4),
-        "dc001801cda1ff0000010101010400c4042e2e2f7880c0a001c0c0c0c0c0c2c0c000",
+        "dc001b01cda1ff0000010101010400c4042e2e2f7880c0a001c0c0c0c0c0c2c0c000c0c0c2",
     ),
     "open": (
         Version(1, InodeNumber(2), VersionState.OPEN, S, G),

@@ -106,12 +106,26 @@ def test_rows_are_removed(database: MountDatabase) -> None:
 
 def test_exposure_counts_what_a_death_would_lose(database: MountDatabase) -> None:
     assert database.exposure() == Exposure(0, 0, None)
-    database.put_file(_row(5, FileState.OPEN, 1000, 50))  # its size is the segment's, not this one
+    database.put_file(_row(5, FileState.OPEN, 1000, 30))  # of that its segment says more
     database.put_file(_row(6, FileState.LOCAL, 10, 40))
     database.put_file(_row(7, FileState.LOCAL, 5, 60))
     database.put_file(_row(8, FileState.PROTECTED, 7, 1))
     database.put_file(_row(9, FileState.ORPHAN, 7, 2))
-    assert database.exposure() == Exposure(3, 15, 40)
+    assert database.exposure() == Exposure(2, 15, 40)
+
+
+def test_prefixes_wait_behind_what_is_closed(database: MountDatabase, path: Path) -> None:
+    prefix = WaitingVersion(InodeNumber(5), Vid(_id(1)), SegmentId(_id(2)), 7, 1, b"log", is_prefix=True)
+    database.put_file(_row(6, FileState.LOCAL, 10, 40))
+    database.put_prefix(prefix._replace(vid=Vid(_id(9))))
+    database.put_prefix(prefix)
+    assert database.prefixes() == [prefix]
+    with closing(MountDatabaseReader(path)) as reader:
+        assert [(waiting.ino, waiting.is_prefix) for waiting in reader.waiting(9)] == [(6, False), (5, True)]
+        assert [waiting.ino for waiting in reader.waiting(1)] == [6]
+        database.remove_prefixes([InodeNumber(5), InodeNumber(99)])
+        assert [waiting.ino for waiting in reader.waiting(9)] == [6]
+    assert database.exposure() == Exposure(1, 10, 40)
 
 
 def test_versions_wait_in_the_order_of_their_exposure(database: MountDatabase, path: Path) -> None:

@@ -9,19 +9,20 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckptfs.cache import store_registry
+from ckptfs.cache import prefixes, store_registry
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Settings, Shard, ShardLayout, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.errors import HeldElsewhere, NamespaceError, NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid
 from ckptfs.cache.namespace import Namespace, RenameFlags
+from ckptfs.cache.prefixes import Prefix
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 
 Result = TypeVar("Result")
 STORES = [StoreId(b"A" * 16), StoreId(b"B" * 16)]
 NAMES = (b"a", b"b", b"c")
-STEPS = 3_000
+STEPS = 4_500
 
 
 def driven(coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -57,7 +58,7 @@ class LivesOfVersions:
 
     def step(self) -> None:
         weights = {"create": 8, "open_for_writing": 3, "commit_local": 6, "release_writer": 1, "protect": 4, "drop": 1}
-        weights |= {"unlink": 1, "rename": 4, "link": 1}
+        weights |= {"unlink": 1, "rename": 4, "link": 1, "begin_prefix": 4, "protect_prefix": 4, "void_prefix": 3}
         operation = self.choose.choices(list(weights), list(weights.values()))[0]
         self.history.append(operation)
         getattr(self, operation)()
@@ -145,6 +146,35 @@ class LivesOfVersions:
             assert (after.prot, after.prev) == (inode.cur, None)
             self.met["protected"] += 1
 
+    def begin_prefix(self) -> None:
+        ino, inode = self.inode_of(self.name())
+        if ino is None or inode.open is None:
+            return
+        node = self.node(inode)
+        made = Prefix(next(self.vids), 7, b"r" * 16, 4096, 1, inode)
+        begun = driven(prefixes.begin_prefix(self.kv, STORES[node], ino, inode.open, made))
+        assert begun == (inode.writer.store == STORES[node])
+
+    def protect_prefix(self) -> None:
+        name = self.name()
+        ino, inode = self.inode_of(name)
+        if ino is None or inode.prefix_next is None:
+            return
+        shards = [Shard(store, b"h" * 16) for store in STORES]
+        commit = ProtectedCommit(ino, inode.prefix_next, ShardLayout.STRIPED, 1, 1, 4096, shards, self.holders)
+        assert driven(self.versions[self.node(inode)].commit_protected([commit])) == {inode.prefix_next}
+        after = self.inode_of(name)[1]
+        assert (after.prefix, after.prefix_holds, after.cur, after.prot) == (inode.prefix_next, True, inode.cur, inode.prot)
+        self.met["prefix protected"] += 1
+
+    def void_prefix(self) -> None:
+        name = self.name()
+        ino, inode = self.inode_of(name)
+        if ino is not None:
+            driven(prefixes.void_prefix(self.kv, ino))
+            assert not self.inode_of(name)[1].prefix_holds
+            self.met["prefix voided"] += inode.prefix_holds
+
     def drop(self) -> None:
         name = self.name()
         ino, inode = self.inode_of(name)
@@ -153,7 +183,7 @@ class LivesOfVersions:
             return
         dropped = driven(self.versions[node].drop_open_versions([(ino, inode.open)]))
         assert dropped.shown + dropped.gone == [ino]
-        had = inode.cur or inode.prev_local or inode.prot or inode.prev
+        had = inode.cur or inode.prev_local or inode.prot or inode.prev or inode.prefix
         assert (dropped.shown == [ino]) is (had is not None)
         self.met["dropped to nothing" if had is None else "dropped to what was before"] += 1
         if had is None:
@@ -197,7 +227,7 @@ class LivesOfVersions:
 
     def best_protected(self, name: bytes) -> Vid | None:
         _, inode = self.inode_of(name)
-        found: Vid | None = None if inode is None else inode.prot or inode.prev
+        found: Vid | None = None if inode is None else inode.prot or inode.prev or inode.prefix
         return found
 
     def check(self) -> None:
@@ -218,5 +248,8 @@ def test_any_life_of_versions(seed: int) -> None:
     except BaseException as error:
         error.add_note(" ".join(world.history[-60:]))
         raise
-    for what in ("protected", "protected replaced", "local remembered", "dropped to nothing", "dropped to what was before"):
-        assert world.met[what] >= 5, world.met
+    expected = ("protected", "protected replaced", "local remembered", "dropped to nothing", "dropped to what was before")
+    for what in expected:
+        assert world.met[what] >= 3, world.met
+    assert world.met["prefix protected"], world.met
+    assert world.met["prefix voided"], world.met

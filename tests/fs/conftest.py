@@ -34,6 +34,7 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
+from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, serve
 from ckptfs.fs.mount_recovery import MountRecovery
@@ -114,6 +115,7 @@ class BareNode:
     database: MountDatabase
     open_files: OpenFiles
     settler: Settler
+    growing: GrowingFiles
     reclaimer: Reclaimer
     holds: SegmentHolds
     files: FileOperations
@@ -299,15 +301,39 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
 
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, CELL)
         settler = Settler(open_files, database, versions, sealer, reclaimer, SETTLE_SECONDS, on_local)
+        growing = GrowingFiles(
+            kv,
+            store.store_id,
+            versions,
+            open_files,
+            database,
+            Sealer(segments, settings.data_shards, settings.cell_size, CELL),
+            SETTLE_SECONDS,
+            now_ns,
+            lambda: on_local(False),
+            trio.to_thread.run_sync,
+        )
         view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
         records = FileRecords(namespace, open_files, database)
         files = FileOperations(
-            namespace, versions, open_files, segments, database, view, records, elsewhere, settler, reclaimer, store.store_id
+            namespace,
+            versions,
+            open_files,
+            segments,
+            database,
+            view,
+            records,
+            elsewhere,
+            settler,
+            growing,
+            reclaimer,
+            store.store_id,
         )
         recovery = MountRecovery(
             database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
         )
         await recovery.run()
+        await growing.begin()
         nodes.append(
             BareNode(
                 store,
@@ -318,6 +344,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 database,
                 open_files,
                 settler,
+                growing,
                 reclaimer,
                 holds,
                 files,
@@ -354,8 +381,8 @@ async def start_agent(nursery: trio.Nursery) -> AsyncIterator[StartAgent]:
             stack.callback(waiting.close)
 
             async def protected(vids: Sequence[Vid]) -> bool:
-                node.database.set_protected(vids)
-                node.open_files.protected(set(vids))
+                node.database.set_protected(vids, in_use=node.open_files.protected(set(vids)))
+                node.growing.protected(vids)
                 return True
 
             switch = SegmentSwitch(node.versions, node.segments, node.open_files, node.reclaimer, node.store.store_id)

@@ -8,8 +8,9 @@ import pytest
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, Shard, ShardLayout, Store, StoreState, version_key
 from ckptfs.cache.catalog_kv import Delete
 from ckptfs.cache.catalog_memory import MemoryCatalog
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.prefixes import Prefix, begin_prefix
 from ckptfs.cache.store_registry import register_store, stores
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 from ckptfs.fs.durability import Durability
@@ -78,13 +79,30 @@ async def cluster() -> Cluster:
 async def test_an_open_file_is_as_large_as_it_is_now(cluster: Cluster) -> None:
     ino, _ = await cluster.open_file(b"file")
     cluster.written[ino] = 4711
-    assert await cluster.fact(ino) == {"state": "open", "protected_m": 0, "bytes": 4711, "home": "node-0"}
+    assert await cluster.fact(ino) == {"state": "open", "protected_m": 0, "bytes": 4711, "home": "node-0", "prefix_bytes": 0}
     assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
+
+
+async def test_what_of_an_open_file_is_protected(cluster: Cluster) -> None:
+    ino, vid = await cluster.open_file(b"file")
+    cluster.written[ino] = 4711
+    prefix, inode = new_vid(), await cluster.namespace.inode(ino)
+    assert await begin_prefix(cluster.kv, HOME, ino, vid, Prefix(prefix, 4000, bytes(16), 4096, 1, inode))
+    assert (await cluster.fact(ino))["prefix_bytes"] == 0
+    known = {store: revision for store, (_, revision) in (await stores(cluster.kv)).items()}
+    shards = [Shard(store, bytes(16)) for store in STORES]
+    commit = ProtectedCommit(ino, prefix, ShardLayout.STRIPED, 4, 2, 4096, shards, known)
+    assert await cluster.versions.commit_protected([commit]) == {prefix}
+    fact = await cluster.fact(ino)
+    assert (fact["state"], fact["protected_m"], fact["bytes"], fact["prefix_bytes"]) == ("open", 0, 4711, 4000)
+    fact = await cluster.fact(ino, gone={0, 1})
+    assert (fact["state"], fact["prefix_bytes"]) == ("unreachable", 4000)
+    assert (await cluster.fact(ino, gone={0, 1, 2}))["prefix_bytes"] == 0
 
 
 async def test_a_local_file_is_where_it_was_written(cluster: Cluster) -> None:
     ino, _ = await cluster.local_file(b"file", 7)
-    assert await cluster.fact(ino) == {"state": "local", "protected_m": 0, "bytes": 7, "home": "node-0"}
+    assert await cluster.fact(ino) == {"state": "local", "protected_m": 0, "bytes": 7, "home": "node-0", "prefix_bytes": 0}
     assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
     assert (await cluster.fact(ino, gone={1, 2, 3, 4, 5}))["state"] == "local"
 

@@ -18,9 +18,10 @@ from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, Version, Versi
 from ckptfs.cache.catalog_kv import Compare, Operation, TransactionResult
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CatalogUnavailable
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, Vid, new_segment_id
-from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, MountDatabaseReader
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, Vid, new_segment_id, new_vid
+from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, MountDatabaseReader, WaitingVersion
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.prefixes import Prefix, begin_prefix
 from ckptfs.cache.seal import SealCandidate, Sealed, Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
@@ -194,6 +195,7 @@ class Node:
             return False
         self.told += vids
         self.mount_db.set_protected(vids)
+        self.mount_db.remove_prefixes([row.ino for row in self.mount_db.prefixes() if row.vid in vids])
         return True
 
     async def _switch_segment(self, ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
@@ -211,6 +213,31 @@ class Node:
         created = await self.namespace.create_file(ROOT_INODE, name.encode(), stat.S_IFREG | 0o644, 0, 0, segment)
         os.close(self.segments.create(segment, created.ino))
         return await self._write(created.ino, created.vid, segment, content, name, wake)
+
+    async def open(self, name: str, content: bytes) -> Saved:
+        """A file that is being written: its open version."""
+        segment = new_segment_id()
+        created = await self.namespace.create_file(ROOT_INODE, name.encode(), stat.S_IFREG | 0o644, 0, 0, segment)
+        os.close(self.segments.create(segment, created.ino))
+        with open(self.segments.path_of(segment), "wb") as file:
+            file.write(content)
+        return Saved(created.ino, created.vid, segment, content)
+
+    async def prefix(self, opened: Saved, *, wake: bool = True) -> Saved:
+        """What it has so far, on its way to be protected."""
+        inode, vid = await self.namespace.inode(opened.ino), new_vid()
+        descriptor = self.segments.open_read(opened.segment)
+        hashed = self.sealer.hash_prefix(SealCandidate(opened.ino, vid, opened.segment, descriptor, lambda: True))
+        os.close(descriptor)
+        assert isinstance(hashed, Sealed)
+        made = Prefix(vid, hashed.size, hashed.root, hashed.cell_size, hashed.mtime_ns, inode)
+        assert await begin_prefix(self.kv, self.store.store_id, opened.ino, opened.vid, made)
+        row = WaitingVersion(opened.ino, vid, opened.segment, hashed.size, time.time_ns(), b"log", is_prefix=True)
+        self.mount_db.put_prefix(row)
+        if wake and self.agent is not None:
+            self.agent.replicator.wake()
+        with open(self.segments.path_of(opened.segment), "rb") as file:
+            return Saved(opened.ino, vid, opened.segment, file.read(hashed.size))
 
     async def rewrite(self, saved: Saved, content: bytes, *, wake: bool = True) -> Saved:
         opened = await self.versions.open_for_writing(saved.ino, truncate_to_new_segment=None)
