@@ -66,6 +66,10 @@ def run(arguments: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # `ckptfs status | head`: nobody reads the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _failed(NotReached(f"{os.fsdecode(error.filename)}: {error.strerror}"), arguments)
     except (KeyboardInterrupt, typer.Abort):
         return _failed(NotReached("interrupted"), arguments)
     except Exception as error:

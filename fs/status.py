@@ -172,11 +172,23 @@ def node_status(place: Place) -> dict[str, Any]:
 
 
 def nodes_status(places: Sequence[Place]) -> list[dict[str, Any]]:
-    """All of them, asked at the same time."""
+    """All of them, asked at the same time. Raises `Unreachable` for who may not ask."""
     if not places:
         return []
+    for place in places:
+        _require_access(place)
     with ThreadPoolExecutor(max_workers=min(32, len(places))) as pool:
         return list(pool.map(node_status, places))
+
+
+def _require_access(place: Place) -> None:
+    """Who can't look into a store would take its node for dead."""
+    try:
+        os.listdir(place.store / "run")
+    except PermissionError:
+        raise Unreachable(f"only the owner of the store {place.store} may ask {place.id}: run this as root") from None
+    except OSError:
+        return  # it was never started
 
 
 def path_standing(path: Path) -> PathStanding:

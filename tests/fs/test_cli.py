@@ -33,6 +33,7 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["cluster", "up", "{tmp}/c", "--passthrough", "perhaps"], 2, "passthrough"),
         (["cluster", "up", "{tmp}/c", "--data-shards", "0"], 2, "data_shards: 1 to 32"),
         (["cluster", "up", "{tmp}/\udcff"], 2, "UTF-8"),
+        (["cluster", "up", "/proc/none"], 1, "/proc/none: No such file or directory"),
         (["cluster", "up", "{tmp}/full"], 2, "not empty"),
         (["cluster", "up", "{tmp}/full/file"], 2, "not a directory"),
         (["flush", "{tmp}", "--to", "tiered"], 2, "local or protected"),

@@ -260,3 +260,36 @@ def test_the_mount_process_comes_back_when_it_is_killed(start_cluster: Any) -> N
     assert (node.mountpoint / "closed").read_bytes() == content
     assert (node.mountpoint / "open").read_bytes() == content
     assert _ckptfs("flush", node.mountpoint, "--to", "local", "--timeout", 30)[0] == 0
+
+
+def test_names_of_any_bytes_are_shown_as_they_are(cluster: LocalCluster) -> None:
+    directory = cluster.nodes[1].mountpoint / "any names"
+    directory.mkdir()
+    for name in (b"[red]no markup[bold]", b":smile:", "näme 😀".encode(), b"\xff\xfe not UTF-8"):
+        with open(os.fsencode(directory) + b"/" + name, "wb") as file:
+            file.write(b"x" * 1000)
+    code, out, error = _ckptfs("flush", directory, "--timeout", 0)
+    assert code in (0, 1)
+    assert "Traceback" not in error
+    assert _ckptfs("flush", directory, "--timeout", 60)[0] == 0
+    code, out, error = _ckptfs("status", directory / "[red]no markup[bold]")
+    assert (code, out[:10]) == (0, "protected:"), error
+    code, out, error = _ckptfs("verify", directory, "--json")
+    assert code == 0, error
+    assert {os.path.basename(file["path"]) for file in json.loads(out)["files"]} == {
+        "[red]no markup[bold]", ":smile:", "näme 😀", "\udcff\udcfe not UTF-8",
+    }  # fmt: skip
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+
+
+def test_who_may_not_ask_is_told_so(start_cluster: Any) -> None:
+    cluster: LocalCluster = start_cluster(1)
+    os.chown(cluster.nodes[0].store / "run", 65534, 65534)
+    without = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--")
+    command = [*without, sys.executable, "-P", "-m", "ckptfs.fs.cli", "status", cluster.directory]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 3
+    assert "run this as root" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
