@@ -96,7 +96,7 @@ def _verify_files(
             part = files[start : start + FILES_PER_REQUEST]
             request: dict[str, Any] = {"do": "verify", "inos": [ino for ino, _, _ in part], "deep": deep, "repair": repair}
             if repair:
-                request["paths"] = [os.fsencode(os.path.relpath(path, place.mountpoint)) for _, path, _ in part]
+                request["paths"] = [_path_in(place, path) for _, path, _ in part]
             answer = place.ask("agent", request, timeout_seconds=ANSWER_SECONDS)
             by_inode = {fact["ino"]: fact for fact in answer["files"]}
             for ino, path, size in part:
@@ -107,6 +107,11 @@ def _verify_files(
                     fact = {**fact, "result": "format", "message": wrong}
                 yield {"path": path, **fact}
                 progress.advance(bar, size)
+
+
+def _path_in(place: Place, path: str) -> bytes:
+    """The path from the mountpoint on, also of one that a link from outside led to."""
+    return os.fsencode(os.path.relpath(os.path.realpath(path), os.path.realpath(place.mountpoint)))
 
 
 def _print(results: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """What a node, a cluster and a file are like now: asked of the nodes' own sockets, gathered for people and programs."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,12 +112,22 @@ def place_of_mount(mounted: Mounted) -> Place:
 
 
 def place_of_path(path: Path) -> Place:
-    """The node in whose mount the path lies. Raises `WrongUse` if it lies in none, `Unreachable` if that node is down."""
+    """The node in whose mount the path lies, its links followed, also those that lead out of a mount or into another.
+
+    Raises `WrongUse` if it lies in none, `Unreachable` if that node is down or its mount does not answer.
+    """
     mounted = mount_of(path)
     if mounted is not None:
-        return place_of_mount(mounted)
-    if down := local_node_of(path):
-        raise Unreachable(f"{path}: {down.id} is not mounted; `ckptfs cluster up` or `ckptfs node` starts it")
+        place = place_of_mount(mounted)
+        place.ask("mount", {"do": "status"})  # before links are read in it, which a dead mount would hold up
+        real = Path(os.path.realpath(path))
+        return place if mount_of(real) == mounted else place_of_path(real)
+    if LocalCluster.is_one(path):
+        raise WrongUse(f"{path} is a cluster's directory and lies in no ckptfs mount; name the mount of one of its nodes")
+    if node := local_node_of(path) or local_node_of(Path(os.path.realpath(path))):
+        if any(mounted.store == node.store for mounted in mounts()):
+            raise WrongUse(f"{path} lies in the directory of {node.id} and not in its mount, which is {node.mountpoint}")
+        raise Unreachable(f"{path}: {node.id} is not mounted; `ckptfs cluster up` or `ckptfs node` starts it")
     raise WrongUse(f"{path} lies in no ckptfs mount and is no cluster's directory")
 
 
@@ -193,8 +204,7 @@ def _require_access(place: Place) -> None:
 
 def path_standing(path: Path) -> PathStanding:
     """How the file, or everything under the directory, stands. Raises `WrongUse` or `Unreachable`."""
-    place = place_of_path(path)
-    place.ask("mount", {"do": "status"})  # before the walk, which a dead mount would hold up
+    place = place_of_path(path)  # its mount answers: a dead one would hold up the walk
     return PathStanding(str(path), standing_of_files(place, list(walk_files(path))))
 
 
@@ -209,6 +219,8 @@ def walk_files(path: Path) -> Iterator[tuple[int, str, int]]:
     except FileNotFoundError:
         raise WrongUse(f"{path} does not exist") from None
     except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise WrongUse(f"{path}: {error.strerror}") from None
         yield _found_by_name(path, error)
         return
     if not stat.S_ISDIR(facts.st_mode):
