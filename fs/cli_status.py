@@ -141,7 +141,8 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
     if not document["files"]:
         tail = ""
     if prefix:
-        tail += f"; the first {human_bytes(prefix)} of what is being written are"
+        which = f"the first {human_bytes(prefix)} of what is being written"
+        tail += f"; {which} can be read meanwhile" if document["state"] == "unreachable" else f"; {which} are"
     if document["files"] > 1 and document["damaged"]:
         more = f" and {len(document['damaged']) - SHOWN_MAX} more" if len(document["damaged"]) > SHOWN_MAX else ""
         tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"

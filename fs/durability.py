@@ -53,12 +53,12 @@ class Durability:
         if version is None:
             return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": "", "prefix_bytes": 0}
         home = stores.get(version.home)
-        size = (self._size_of(ino) if version.state is VersionState.OPEN else version.size) or 0
+        size = self._size_of(ino) if version.state is VersionState.OPEN else version.size
         fact = {
             "state": STATE_NAMES.get(version.state, "open"),
             "protected_m": 0,
             "prefix_bytes": await self._prefix_bytes(inode, stores, live, parity_shards),
-            "bytes": size,
+            "bytes": inode.size if size is None else size,
             "home": home.node if home is not None else version.home.hex(),
         }
         if inode.lost:
