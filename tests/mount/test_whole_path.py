@@ -288,7 +288,7 @@ def test_who_may_not_ask_is_told_so(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(1)
     os.chown(cluster.nodes[0].store / "run", 65534, 65534)
     without = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--")
-    command = [*without, sys.executable, "-P", "-m", "ckptfs.fs.cli", "status", cluster.directory]
+    command = [*without, sys.executable, "-P", "-m", "ckptfs.fs.cli", "status", str(cluster.directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 3
     assert "run this as root" in done.stderr
