@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.config import parse_config
 from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
@@ -68,6 +69,7 @@ class ClusterNode:
         self.log = self.directory / "log"
         self.catalog = cluster / "catalog.db"
         self.processes = NodeProcesses(self.store)
+        self._logs_before: dict[Path, int] = {}
 
     def write_config(self, settings: ClusterSettings) -> None:
         """Make the node's directories and its configuration."""
@@ -122,11 +124,15 @@ class ClusterNode:
         return answer if answer.get("ok", True) else None
 
     def start(self) -> "subprocess.Popen[bytes] | None":
-        """Start the node detached, unless it runs. What is left of a dead one's mount is taken away first."""
+        """Start the node detached, unless it runs. What is left of a dead one's mount is taken away first, and from then on the
+        bare mountpoint takes no files."""
         if self.processes.pids()["supervisor"] is not None:
             return None
-        self.processes.kill()
-        detach(self.mountpoint, abort=True)
+        self.kill()
+        with contextlib.suppress(OSError):
+            if not mounts_at(self.mountpoint) and not os.listdir(self.mountpoint):
+                set_takes_files(self.mountpoint, False)
+        self._logs_before = {path: path.stat().st_size for path in self.log.glob("*.log")}
         with open(self.log / "node.log", "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckptfs.fs.cli", "node", "--config", str(self.config)],
@@ -143,13 +149,14 @@ class ClusterNode:
         detach(self.mountpoint, abort=True)
 
     def log_tail(self) -> str:
-        """The end of the newest log, for a message about a node that did not start."""
-        lines: list[str] = []
+        """The end of the newest log, for a message about a node that did not start: only what was logged since `start`."""
         with contextlib.suppress(OSError):
-            for path in sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:1]:
-                text = path.read_text(errors="replace")[-8000:].splitlines()
-                lines = [f"  {path}:", *(f"    {line}" for line in text[-LOG_LINES_SHOWN:])]
-        return "\n".join(lines)
+            for path in sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
+                content, before = path.read_bytes(), self._logs_before.get(path, 0)
+                new = content[before if before <= len(content) else 0 :]  # a shorter one was begun anew
+                if lines := new[-8000:].decode(errors="replace").splitlines():
+                    return "\n".join([f"  {path}:", *(f"    {line}" for line in lines[-LOG_LINES_SHOWN:])])
+        return f"  nothing; see {self.log}"
 
 
 class LocalCluster:
@@ -295,6 +302,7 @@ class LocalCluster:
         if inside:
             raise NotReached(f"{inside[0]} is still mounted; nothing was removed")
         for node in nodes:
+            set_takes_files(node.mountpoint, True)
             shutil.rmtree(node.directory)
         for path in self.directory.glob("catalog.db*"):
             path.unlink()

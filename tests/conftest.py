@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 from ckptfs.fs.mount_table import abort_connection, detach, mounts
 from ckptfs.fs.node_processes import NodeProcesses
@@ -103,6 +104,8 @@ def remove_scratch(directory: Path) -> None:
     for drive in reversed(mounted_drives):
         if drive.is_relative_to(directory):
             subprocess.run(["umount", "--lazy", drive], check=True)  # the run itself may keep a catalog's files open
+    for mountpoint in directory.rglob("mnt"):
+        set_takes_files(mountpoint, True)
     shutil.rmtree(directory)
     assert not left, f"processes {left} did not die"
 

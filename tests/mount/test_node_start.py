@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.mount_table import mounts_at
 
@@ -50,6 +51,7 @@ def _line_changed(node: ClusterNode, key: str, value: str) -> None:
 
 
 def test_a_mountpoint_that_is_not_there(node: ClusterNode) -> None:
+    set_takes_files(node.mountpoint, True)
     node.mountpoint.rmdir()
     assert f"mkdir -p {node.mountpoint}" in _refused(node)
     node.mountpoint.mkdir()
@@ -57,6 +59,7 @@ def test_a_mountpoint_that_is_not_there(node: ClusterNode) -> None:
 
 
 def test_a_mountpoint_with_something_in_it(node: ClusterNode) -> None:
+    set_takes_files(node.mountpoint, True)
     (node.mountpoint / "precious").write_text("somebody's")
     assert "not empty" in _refused(node)
     assert (node.mountpoint / "precious").read_text() == "somebody's"
