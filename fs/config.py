@@ -120,7 +120,9 @@ def _check(config: NodeConfig) -> None:
         _require("\0" not in getattr(node, key), f"node.{key}: no path has a NUL in it")
     for key, value in (("node.store", node.store), ("node.mountpoint", node.mountpoint)):
         _require(os.path.isabs(value), f"{key}: an absolute path is needed, this is {value!r}")
-    store, mountpoint = os.path.realpath(node.store), os.path.realpath(node.mountpoint)
+    # Of the mountpoint only what is above it: it may be a mount that waits for this very node to answer.
+    above, name = os.path.split(os.path.normpath(node.mountpoint))
+    store, mountpoint = os.path.realpath(node.store), os.path.join(os.path.realpath(above), name)
     _require(
         os.path.commonpath([store, mountpoint]) not in (store, mountpoint),
         "node.store and node.mountpoint: neither may lie inside the other",

@@ -153,6 +153,8 @@ def test_programs_do_not_notice_the_supervisor_s_death_under_a_service_manager(
     cluster = LocalCluster(scratch / "cluster")
     cluster.prepare(1, ClusterSettings(settle_seconds=0.1, passthrough=passthrough))
     node = cluster.nodes[0]
+    with open(node.config, "a") as config:  # the last section is [mount]
+        config.write("attribute_timeout_seconds = 0\n")  # whoever asks about the mountpoint waits for the node, itself included
     process = manager.start(node)
     try:
         _wait(lambda: manager.has_heard("READY=1") and node.answers())
