@@ -83,7 +83,8 @@ class StoreFull(ReplicationError):
 
 
 class StoreFailed(ReplicationError):
-    """The store's drive failed to write or sync. Nothing more is acknowledged until the operator acted."""
+    """The store's drive failed to write or sync, and nothing more is acknowledged until the operator acted; or something in the
+    store stands in the way of this shard, which the message names."""
 
 
 class NotEnoughShards(ReplicationError):

@@ -47,6 +47,10 @@ WRITE_BEHIND_BYTES = 8 << 20
 at the end has little left."""
 BAD_STRIPES_MAX = 1000
 
+DRIVE_ERRORS = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE}
+"""What a drive that fails, or a file system that gave up on one, answers. Any other is of what is in the store, or of the
+system."""
+
 _FAN = re.compile("[0-9a-f]{2}")
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -74,7 +78,8 @@ class Recovered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardStoreStatistics:
-    """`promised_bytes` are reserved for puts under way; `failed` says why the store takes nothing more, or is empty.
+    """`promised_bytes` are reserved for puts under way; `failed` says why the store takes nothing more, or is empty;
+    `obstacle` why the newest shard that came could not be stored, without the drive being at fault.
     `held` is what the index says, None while it can't be read."""
 
     held: Held | None
@@ -82,6 +87,7 @@ class ShardStoreStatistics:
     promised_bytes: int
     free_bytes: int
     failed: str
+    obstacle: str
 
 
 class ShardStore:
@@ -104,6 +110,7 @@ class ShardStore:
         self._lock = threading.Lock()
         self._writers: dict[tuple[Vid, int], ShardWriter] = {}
         self._failed = ""
+        self._obstacle = ""
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         self._made = set(os.listdir(self._directory))
 
@@ -178,14 +185,14 @@ class ShardStore:
     def statistics(self) -> ShardStoreStatistics:
         with self._lock:
             writers = list(self._writers.values())
-            failed = self._failed
+            failed, obstacle = self._failed, self._obstacle
         promised = sum(writer.promised_bytes for writer in writers)
         try:
             held = self._index.held()
         except sqlite3.Error as error:
             logger.warning("index-unreadable error=%s", error)
             held = None
-        return ShardStoreStatistics(held, len(writers), promised, self.free_bytes(), failed)
+        return ShardStoreStatistics(held, len(writers), promised, self.free_bytes(), failed, obstacle)
 
     def free_bytes(self) -> int:
         """Bytes that shards may still take: free space without the reserve and without what is promised; at least 0."""
@@ -303,9 +310,15 @@ class ShardStore:
         except sqlite3.Error as error:
             logger.warning("shards-still-indexed count=%d error=%s", len(shards), error)
 
-    def _fail(self, error: OSError) -> StoreFailed:
-        """A failed write or sync is final for the drive: the kernel may have dropped the pages, a second sync would lie."""
+    def _fail(self, error: OSError, path: str) -> StoreFailed:
+        """A write or sync that failed in the drive is final: the kernel may have dropped the pages, a second sync would lie.
+        What else stands in the way is said, and the next shard is tried."""
         with self._lock:
+            if error.errno not in DRIVE_ERRORS:
+                self._obstacle = (
+                    f"a shard could not be stored as {path}: {error.strerror}; its drive did not fail, look at what is there"
+                )
+                return StoreFailed(self._obstacle)
             self._failed = self._failed or f"the drive under {self._directory} failed: {error.strerror}; replace it"
             return StoreFailed(self._failed)
 
@@ -391,6 +404,7 @@ class ShardWriter:
                 self._remove()
                 raise self._error(error) from None
             self._close()
+            self._store._obstacle = ""
             root = footer.root
             held = HeldShard(self.header.vid, self.header.index, root, offset + len(end), time.time_ns())
         self._store._enter([held])
@@ -477,7 +491,7 @@ class ShardWriter:
                 os.close(descriptor)
             _sync_directory(os.path.dirname(self._path))
         except OSError as error:
-            raise self._store._fail(error) from None
+            raise self._error(error) from None
         self._store._enter([complete])
         return complete.root
 
@@ -499,7 +513,7 @@ class ShardWriter:
             return StoreFull("the store ran full while the shard arrived; nothing of it was kept")
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG):
             return StoreFull(f"the agent is at a limit of the system: {error.strerror}")
-        return self._store._fail(error)
+        return self._store._fail(error, self._path)
 
     def _check(self) -> None:
         if self._revoked:
@@ -532,7 +546,7 @@ class ShardReader:
     def __init__(self, path: str, vid: Vid, index: int) -> None:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ShardNotFound(f"no shard {vid.hex()}.{index} in this store") from None
         try:
             status = os.fstat(self._descriptor)

@@ -1,5 +1,6 @@
 """The shard store with real files: write, resume, refuse, damage, recover."""
 
+import errno
 import os
 import resource
 import signal
@@ -373,6 +374,42 @@ def test_a_failed_sync_is_final_for_the_store(store: ShardStore, monkeypatch: py
     with pytest.raises(ShardNotFound):
         store.open(VID, 1)
     assert "Input/output error" in store.statistics().failed
+
+
+@pytest.mark.parametrize("what", ["a directory in place of the shard", "a file in place of the directory", "permission"])
+def test_what_stands_in_the_way_of_a_shard_is_no_failed_drive(
+    store: ShardStore, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EISDIR, ENOTDIR and EACCES: said, gone when it is gone, and no drive is condemned."""
+    cells, path = cells_of(HEADER), Path(store.path_of(VID, 1))
+
+    def attempt() -> bytes:
+        writer = store.begin(HEADER)
+        write(writer, cells)
+        return writer.finish(footer_of(HEADER, cells))
+
+    def deny(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        if what == "permission":
+            patch.setattr(os, "rename", deny)
+        elif what.startswith("a directory"):
+            path.mkdir(parents=True)
+        else:
+            path.parent.write_bytes(b"")
+        with pytest.raises(StoreFailed, match=r"Is a directory|Not a directory|Permission denied"):
+            attempt()
+    assert not store.statistics().failed
+    assert str(path) in store.statistics().obstacle
+    assert "replace" not in store.statistics().obstacle
+    if what.startswith("a directory"):
+        path.rmdir()
+    elif what.startswith("a file"):
+        path.parent.unlink()
+        path.parent.mkdir()
+    attempt()
+    assert not store.statistics().obstacle
 
 
 def test_the_index_is_rebuilt_from_the_files(store: ShardStore, index: AgentDatabase, tmp_path: Path) -> None:
