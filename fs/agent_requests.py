@@ -15,11 +15,12 @@ log has it).
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
                                        `paths` (bytes, one for each inode) go as hints with shards that are made again
-    status                             -> see `status`
+    status {fresh, look}               -> see `_status`. `fresh`: the stores are asked anew; `look`: if that is soon done
 
     * and {vid, version}: what a program has open, its record packed. Of a file that was removed, this is meant.
 """
 
+import contextlib
 import logging
 import os
 from collections import OrderedDict
@@ -34,6 +35,7 @@ from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
+from ckptfs.fs.protection_problems import protection_problems
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace
 from ckptfs.replication.stripe_reader import ContentDamaged
@@ -47,7 +49,7 @@ READ_BYTES_MAX = 16 << 20
 AWAY_SECONDS = 10.0
 """How long the home of a file that is being written must not have answered before readers get what of it is protected."""
 REMEMBERED_MAX = 1000
-
+LOOK_SECONDS_MAX = 3.0
 MOVED_TRIES = 4
 REPAIR_TRIES = 3
 """How often a file is verified again that was replaced during its repair."""
@@ -302,6 +304,7 @@ class AgentRequests:
                 await agent.mender.mend(inode.cur, version, report)
         if inode.writer is not None and inode.open is not None and not await self._is_at_home(inode.open):
             report.reading = report.reading or "unreachable"
+            report.away.add(agent.members.name_of(inode.writer.store))
             report.add(f"only {agent.members.name_of(inode.writer.store)} has what is being written, and it is away")
         return report
 
@@ -330,10 +333,16 @@ class AgentRequests:
         agent = self._agent
         if request.get("fresh"):  # somebody decides on it: what was true some seconds ago is not enough
             await agent.members.refresh(everyone=True)
+        elif request.get("look"):  # a person looks: what the catalog and the others say now, if they say it soon
+            with contextlib.suppress(CacheError), trio.move_on_after(LOOK_SECONDS_MAX):
+                await agent.members.refresh(everyone=True)
         replicator = agent.replicator.statistics()
         held = agent.shard_store.statistics()
         counters = agent.reader.counters
-        problems = [problem for problem in (held.failed, agent.small_copies.problem) if problem]
+        problems = [problem for problem in (held.failed, held.obstacle, agent.small_copies.problem) if problem]
+        problems += protection_problems(
+            agent.members.known(), agent.members.last_error, agent.cluster.data_shards, agent.cluster.parity_shards, replicator
+        )
         if held.held is None:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"

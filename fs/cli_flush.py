@@ -49,18 +49,25 @@ def flush(
     elif not behind:
         console().print(f"{to}: {human_bytes(size_bytes)} in {file_count} files, after {seconds:.1f} s")
     if behind:
-        hopeless = any(file.state in HOPELESS for file in behind)
         names = ", ".join(f"{file.path} ({file.state})" for file in behind[:SHOWN_MAX])
         more = f" and {len(behind) - SHOWN_MAX} more" if len(behind) > SHOWN_MAX else ""
         raise NotReached(
-            f"not {to} after {seconds:.1f} s: {names}{more}; "
-            + (
-                "what is damaged or lost has to be saved again"
-                if hopeless
-                else "`ckptfs status` of the mount shows what holds it up"
-            ),
+            f"not {to} after {seconds:.1f} s: {names}{more}; {_what_to_do(behind)}",
             reported=as_json,
         )
+
+
+def _what_to_do(behind: Sequence[FileStanding]) -> str:
+    states = {file.state for file in behind}
+    hints = []
+    if not states.isdisjoint(HOPELESS):
+        hints.append("what is damaged or lost has to be saved again")
+    if "open" in states:
+        homes = ", ".join(sorted({file.home for file in behind if file.state == "open" and file.home}))
+        hints.append(f"what is open is still being written{homes and ' on '}{homes}, or settles after it: close it there")
+    if states - {"open", *HOPELESS}:
+        hints.append("`ckptfs status` of the mount shows what holds it up")
+    return "; ".join(hints)
 
 
 def wait_until(

@@ -54,14 +54,37 @@ def verify(
     else:
         _print(results)
     if wrong:
-        more = (
-            "; why they could not be repaired stands with each"
-            if repair
-            else "; `ckptfs verify --deep --repair` makes right what can be"
+        raise NotReached(
+            f"{len(wrong)} of {len(results)} files are not as they should be; {_what_to_do(wrong, repaired=repair)}",
+            reported=as_json,
         )
-        raise NotReached(f"{len(wrong)} of {len(results)} files are not as they should be{more}", reported=as_json)
     if unknown:
-        raise Unreachable(f"of {len(unknown)} of {len(results)} files not every shard's holder could be asked", reported=as_json)
+        away = ", ".join(sorted({node for result in unknown for node in result["away"]}))
+        raise Unreachable(
+            f"{len(unknown)} of {len(results)} files could not be looked at in full, for want of {away or 'their holders'}: "
+            "nothing is known to be wrong with them; start what is down, and verify again",
+            reported=as_json,
+        )
+
+
+def _what_to_do(wrong: list[dict[str, Any]], *, repaired: bool) -> str:
+    """About each kind of fault there is, once."""
+    hints = []
+    if any(_can_be_repaired(result) for result in wrong):
+        hints.append(
+            "why they could not be repaired stands with each"
+            if repaired
+            else "`ckptfs verify --deep --repair` makes right what can be"
+        )
+    if any(result["result"] == "format" for result in wrong):
+        hints.append("what has the wrong format has the bytes that were written: write it again")
+    if any(result["result"] != "format" and not _can_be_repaired(result) for result in wrong):
+        hints.append("what is lost, or was damaged before it was protected, has to be saved again")
+    return "; ".join(hints)
+
+
+def _can_be_repaired(result: dict[str, Any]) -> bool:
+    return result["result"] in ("damaged", "missing") and bool(result["protected"])
 
 
 def _targets(paths: list[Path] | None) -> list[tuple[Place, Path]]:
@@ -120,7 +143,9 @@ def _print(results: list[dict[str, Any]]) -> None:
     for result in results:
         counts[result["result"]] = counts.get(result["result"], 0) + 1
         if result["result"] not in ("ok", "unprotected"):
-            out.print(f"{result['result']}: {result['path']}: {result.get('message') or _shards(result)}", soft_wrap=True)
+            named_once = result["result"] == UNKNOWN and result["away"]  # at the end, for all files
+            said = "" if named_once else result.get("message")
+            out.print(f"{result['result']}: {result['path']}: {said or _shards(result)}", soft_wrap=True)
     total = sum(int(result.get("bytes") or 0) for result in results)
     summary = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "no files"
     out.print(f"{summary}{f' ({human_bytes(total)})' if total else ''}")
@@ -128,4 +153,4 @@ def _print(results: list[dict[str, Any]]) -> None:
 
 def _shards(result: dict[str, Any]) -> str:
     parts = [f"{word} shards {result[word]}" for word in ("damaged", "missing", "unreachable", "repaired") if result.get(word)]
-    return ", ".join(parts) or "no details"
+    return ", ".join(parts) or f"of its bytes, on {', '.join(result['away']) or 'other nodes'}"

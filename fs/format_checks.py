@@ -2,8 +2,8 @@
 
 What is looked at: of zip files (`.pt` of torch, `.npz`, and whatever begins as one) every member's checksum; of `.safetensors`
 that the tensors cover the file exactly; of `.npy` that the array its header describes is all there; of HDF5 that the file is as
-long as its superblock says. Not looked at: what is in a pickle (`.pt` files older than torch 1.6), arrays of objects, the groups and data sets of HDF5.
-A file of no known format passes: ckptfs keeps any bytes.
+long as its superblock says. Not looked at: what is in a pickle (`.pt` files older than torch 1.6), arrays of objects, the
+groups and data sets of HDF5. A file of no known format passes: ckptfs keeps any bytes.
 """
 
 import ast

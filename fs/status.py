@@ -282,7 +282,7 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
 
 def _answer_or_none(place: Place, socket: str) -> Message | None:
     try:
-        answer = place.ask(socket, {"do": "status"}, timeout_seconds=5.0)
+        answer = place.ask(socket, {"do": "status", "look": True}, timeout_seconds=5.0)
     except Unreachable:
         return None
     return {key: value for key, value in answer.items() if key != "ok"}

@@ -103,7 +103,9 @@ def _what_is_wrong(found: bytes, table: bytes) -> str:
     if unreadable := [cell for cell in cells if _hash_of(found, cell) == UNREADABLE]:
         return f"the drive doesn't give {_named(unreadable)}"
     if len(table) == len(found) and (wrong := [cell for cell in cells if _hash_of(found, cell) != _hash_of(table, cell)]):
-        return f"{_named(wrong)} of {len(cells)} are not what was hashed when the file was closed"
+        return (
+            f"{_named(wrong)} of {len(cells)} {'is' if len(wrong) == 1 else 'are'} not what was hashed when the file was closed"
+        )
     return "it is not what was hashed when the file was closed"
 
 
@@ -113,4 +115,4 @@ def _hash_of(table: bytes, cell: int) -> bytes:
 
 def _named(cells: list[int]) -> str:
     more = f" and {len(cells) - CELLS_SHOWN_MAX} more" if len(cells) > CELLS_SHOWN_MAX else ""
-    return f"cells {', '.join(map(str, cells[:CELLS_SHOWN_MAX]))}{more}"
+    return f"cell{'s' if len(cells) > 1 else ''} {', '.join(map(str, cells[:CELLS_SHOWN_MAX]))}{more}"

@@ -27,7 +27,7 @@ class Mender:
         way."""
         if report.is_gone:
             return
-        if report.is_protected and report.segment is SegmentStanding.DAMAGED:
+        if report.is_protected and report.segment in (SegmentStanding.DAMAGED, SegmentStanding.MISSING):
             await self._mend_segment(vid, version, report)
         if report.copies:
             await self._mend_copies(vid, report)
@@ -40,7 +40,7 @@ class Mender:
             report.add(f"the segment on {home} was not repaired: {error}")
             return
         if mended.right:
-            report.segment = SegmentStanding.REPAIRED
+            report.segment, report.remedy = SegmentStanding.REPAIRED, ""
             report.mended.append("segment")
             report.add(f"the segment on {home}: {mended.message}")
         else:

@@ -351,6 +351,13 @@ class Repairer:
         taken = {member.domain for member in members if member.store in places.values()}
         without = frozenset({*places.values(), *lane.useless, own})
         free = [candidate for candidate in candidates(members, without=without) if candidate.domain not in taken]
+        if not free:
+            others = candidates(members, without=frozenset({*lane.useless, own}))
+            raise NotEnoughDomains(
+                "every other node that answers holds another shard of the file already; start the node that is away, or one more"
+                if others
+                else "no other node answers; start more nodes"
+            )
         return place(free, 1, vid + bytes([lane.index]), bytes_each)[0]
 
     def _is_gone(self, store: StoreId) -> bool:
@@ -419,6 +426,7 @@ class Repairer:
         report.repaired = sorted(done)
         for indices in (report.damaged, report.missing, report.unreachable):
             indices[:] = [index for index in indices if index not in done]
+        report.away = {self._name(version.shards[index].store) for index in report.unreachable}
         if done:
             report.is_lost, report.reading = False, ""  # what it was made of was read
         notes = [report.message] if report.message else []

@@ -64,7 +64,8 @@ class LocalVersions(Protocol):
 class ReplicatorStatistics:
     """Counts are since the start; `segments_damaged` counts attempts that met one. `waiting_*` is what a loss of this node
     would lose now of what is local (as far as listed); `short_of` says why the full code can't be had, or is empty;
-    `last_error` that of the newest failed attempt."""
+    `last_error` that of the newest failed attempt; `stuck_count` how many (with right segments) failed `stuck_attempts` times or
+    more, `stuck_error` why one of them did last."""
 
     versions_protected: int
     bytes_protected: int
@@ -79,12 +80,20 @@ class ReplicatorStatistics:
     failures_by_store: dict[str, int]
     short_of: str
     last_error: str
+    stuck_count: int = 0
+    stuck_attempts: int = 0
+    stuck_error: str = ""
 
 
 @dataclass
 class _Trouble:
     attempts: int = 0
+    error: str = ""
     not_before_seconds: float = 0.0
+
+    @property
+    def is_stuck(self) -> bool:
+        return bool(self.error) and self.attempts >= LOUD_ATTEMPTS
 
 
 class Replicator:
@@ -156,6 +165,11 @@ class Replicator:
 
     def statistics(self) -> ReplicatorStatistics:
         waiting = self._waiting
+        stuck = [
+            trouble
+            for one in waiting
+            if one.vid not in self._damaged and (trouble := self._trouble.get(one.vid)) and trouble.is_stuck
+        ]
         return ReplicatorStatistics(
             self._versions_protected,
             self._bytes_protected,
@@ -170,6 +184,9 @@ class Replicator:
             {store.hex(): count for store, count in self._protector.failures_by_store.items()},
             self._short_of,
             self._last_error,
+            len(stuck),
+            LOUD_ATTEMPTS,
+            stuck[0].error if stuck else "",
         )
 
     # ---- what to do next
@@ -353,6 +370,9 @@ class Replicator:
                 self._note_error(trouble)  # at the next attempt, then
                 delay_seconds_min = 0.0
         attempts = max([self._put_off(one.vid, delay_seconds_min) for one in works], default=0)
+        if not isinstance(error, AttemptVoid):
+            for one in works:
+                self._trouble[one.vid].error = str(error)
         self._note_error(error)
         loud = isinstance(error, SegmentDamaged) or (attempts >= LOUD_ATTEMPTS and not isinstance(error, AttemptVoid))
         logger.log(

@@ -145,6 +145,8 @@ class Verifier:
         if where is None:
             return
         where.append(index)
+        if where is report.unreachable:
+            report.away.add(self._members.name_of(store))
         if useless and where is not report.unreachable:
             inspection.useless.add(index)
         inspection.complaints[index] = f"shard {index} on {self._members.name_of(store)}: {problem}"
@@ -232,7 +234,7 @@ class Verifier:
         report.segment = check.standing
         home = self._members.name_of(version.home)
         wrong = check.standing is SegmentStanding.DAMAGED
-        gone = check.standing is SegmentStanding.MISSING and not report.is_protected
+        gone = check.standing is SegmentStanding.MISSING
         is_news = wrong or gone or (version.damaged and check.standing is SegmentStanding.RIGHT)
         if is_news and not await self._versions.mark_damaged(vid, version.segment, wrong or gone):
             # Opened for writing meanwhile, replaced or deleted: what was hashed is another content's, or none's.
@@ -240,15 +242,16 @@ class Verifier:
             report.is_gone = not report.is_protected
             return
         if wrong or gone:
-            remedy = (
-                f"who opens the file on {home} from now on reads the shards; `verify --deep --repair` makes it anew from them"
-                if report.is_protected
-                else "it is not protected, so nothing can repair it: programs get EIO until the file is saved again"
-            )
-            inspection.complaints[OF_SEGMENT] = (
-                f"the segment {version.segment.hex()} on {home}, its home: {check.message}; {remedy}"
-            )
+            said = f"the segment {version.segment.hex()} on {home}, its home: {check.message}"
+            if report.is_protected:
+                report.remedy = (
+                    f"who opens the file on {home} from now on reads the shards; `verify --deep --repair` makes the segment anew"
+                )
+            else:
+                said += "; it is not protected, so nothing can repair it: programs get EIO until the file is saved again"
+            inspection.complaints[OF_SEGMENT] = said
         elif check.standing is SegmentStanding.UNREACHABLE and not report.is_protected:
+            report.away.add(home)
             inspection.complaints[OF_SEGMENT] = f"only {home} has its bytes, and it is away: {check.message}"
 
     async def _check_copies(self, inspection: _Inspection) -> None:

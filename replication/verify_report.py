@@ -7,7 +7,7 @@ ok                      everything that was asked for was looked at, and is righ
 repaired                the same, after something was made right
 unprotected             the home's segment is all there is, and is right (or still being written)
 damaged                 a shard, the home's segment or a local copy is wrong
-missing                 a shard is not at its holder
+missing                 a shard is not at its holder, or the segment the catalog names is not at its home
 unreachable             nothing is known to be wrong, but not all that counts could be asked
 lost                    too few shards are right, and so is not the home's segment: nobody can give the content any more
 gone                    no such version now: whoever asked asks again
@@ -28,7 +28,7 @@ from ckptfs.replication.home_segment import SegmentStanding
 class FileReport:
     """One version. Lists hold indices of shards; those in `repaired` are in no other. `copies` are the nodes whose local copy
     has wrong cells, `mended` what was made right besides shards. `reading` is what became of reading all of it, where that was
-    tried: "damaged" or "unreachable", empty if it went well."""
+    tried: "damaged" or "unreachable", empty if it went well. `away` are the nodes that count and could not be asked."""
 
     ino: InodeNumber
     size: int = 0
@@ -39,11 +39,14 @@ class FileReport:
     segment: SegmentStanding = SegmentStanding.NONE
     copies: list[str] = field(default_factory=list)
     mended: list[str] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
     reading: str = ""
     is_protected: bool = True
     is_lost: bool = False
     is_gone: bool = False
     message: str = ""
+    remedy: str = ""
+    """What to do about the segment, while it is wrong."""
 
     @property
     def result(self) -> str:
@@ -56,7 +59,7 @@ class FileReport:
             return "damaged"
         if not self.is_protected and self.segment is SegmentStanding.MISSING:
             return "damaged"
-        if self.missing:
+        if self.missing or self.segment is SegmentStanding.MISSING:
             return "missing"
         away = self.segment is SegmentStanding.UNREACHABLE and not self.is_protected
         if self.unreachable or away or self.reading == "unreachable":
@@ -81,5 +84,7 @@ class FileReport:
             "repaired": self.repaired,
             "segment": self.segment.value,
             "copies": self.copies,
-            "message": self.message,
+            "protected": self.is_protected,
+            "away": sorted(self.away),
+            "message": "; ".join(part for part in (self.message, self.remedy) if part),
         }

@@ -113,6 +113,24 @@ async def test_a_damaged_segment_is_found_and_made_anew(cluster: Any, size: int,
     assert cluster[0].running.copies.vids() == []
 
 
+@pytest.mark.parametrize("asked", [0, 3])
+async def test_a_segment_that_is_gone_is_missing_and_made_anew(cluster: Any, asked: int) -> None:
+    """The bytes are safe in shards, but the catalog names a file that its drive no longer has."""
+    saved, version = await saved_and_protected(cluster)
+    segment_path(cluster, saved).unlink()
+    found = await verify(cluster[asked], saved, deep=True)
+    assert (found["result"], found["segment"], found["protected"]) == ("missing", "missing", True), found
+    assert "makes the segment anew" in found["message"]
+    assert (await verify(cluster[asked], saved))["result"] == "missing", "it is known now"
+    repaired = await verify(cluster[asked], saved, deep=True, repair=True)
+    assert (repaired["result"], repaired["segment"]) == ("repaired", "repaired"), repaired
+    assert "--repair" not in repaired["message"], "what is done needs no advice"
+    after = await cluster[0].version(saved)
+    assert (after.damaged, after.shards) == (False, version.shards)
+    assert segment_path(cluster, saved, after.segment).read_bytes() == saved.content
+    assert (await verify(cluster[asked], saved, deep=True))["result"] == "ok"
+
+
 async def test_the_cells_that_are_wrong_are_named(cluster: Any) -> None:
     saved, _ = await saved_and_protected(cluster)
     for cell in (3, 17):

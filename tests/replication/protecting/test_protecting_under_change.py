@@ -274,6 +274,8 @@ async def test_one_node_protects_nothing_and_says_so(cluster: Any) -> None:
     assert "1+0 at most" in status["short_of"]
     assert "NotEnoughDomains" in status["last_error"]
     assert status["waiting_count"] == 2
+    (problem,) = status["problems"]
+    assert problem.startswith("2 files wait for protection: 4+2 needs 6 failure domains, 1 is live")
 
 
 @pytest.mark.parametrize(("cluster", "code"), [(2, (1, 1)), (3, (1, 2)), (5, (3, 2))], indirect=["cluster"])

@@ -1,0 +1,67 @@
+"""What keeps files from being as safe as was asked for, as an operator is to hear it: a line for each cause. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from ckptfs.cache.catalog_format import StoreState
+from ckptfs.cache.ids import StoreId
+from ckptfs.replication.members import Member
+from ckptfs.replication.placement import code_for
+from ckptfs.replication.replicator import LISTED_MAX, ReplicatorStatistics
+
+
+def protection_problems(
+    members: Sequence[Member],
+    why_away: Callable[[StoreId], str],
+    data_shards: int,
+    parity_shards: int,
+    waiting: ReplicatorStatistics,
+) -> list[str]:
+    """The causes there are now. `why_away` says why a store does not answer, and nothing if it was not asked yet.
+
+    No file is looked at: what a node that is away means for one of them, `ckptfs status` of its path tells.
+    """
+    joined = [member for member in members if member.state in (StoreState.IN, StoreState.DRAINING)]
+    away = sorted(str(member.node) for member in joined if not member.live and why_away(member.store))
+    live = {member.domain for member in joined if member.live and member.state is StoreState.IN}
+    problems = []
+    if away:
+        verb, them = ("does", "it") if len(away) == 1 else ("do", "them")
+        problems.append(
+            f"{', '.join(away)} {verb} not answer: files may be degraded (fewer losses are survived), or unreachable until "
+            f"they are back; nothing is lost by that. Start {them}; `ckptfs status PATH` tells how a file or directory stands"
+        )
+    k, m = code_for(data_shards, parity_shards, len(live))
+    needed = f"{data_shards}+{parity_shards} needs {data_shards + parity_shards} failure domains, {_are(len(live))} live"
+    if m == 0:
+        problems.append(
+            f"{_waits(waiting)}: {needed}, and with fewer than 2 nothing can be protected. What is closed is safe on this node's "
+            "drive, and lost with it; start more nodes, and it is protected by itself"
+        )
+        return problems
+    if m < parity_shards:
+        problems.append(
+            f"{needed}: files are protected with {k}+{m} meanwhile, are degraded, and survive the loss of {m} only; "
+            "start more nodes, and they are raised by themselves"
+        )
+    if waiting.stuck_count:
+        problems.append(
+            f"{_files(waiting.stuck_count, 'waits', 'wait')} for protection, tried {waiting.stuck_attempts} times or more in "
+            f"vain, the last time because of: {waiting.stuck_error}. They are safe on this node's drive, and tried again"
+        )
+    return problems
+
+
+def _waits(waiting: ReplicatorStatistics) -> str:
+    if not waiting.waiting_count:
+        return "no file can be protected now"
+    return f"{_files(waiting.waiting_count, 'waits', 'wait')} for protection"
+
+
+def _files(count: int, one: str, many: str) -> str:
+    if count == 1:
+        return f"1 file {one}"
+    return f"{count}{' or more' if count >= LISTED_MAX else ''} files {many}"
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"

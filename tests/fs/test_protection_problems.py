@@ -1,0 +1,60 @@
+"""What keeps files from being safe is said, with what is safe and what to do, and nothing is said where nothing does."""
+
+from typing import Any
+
+import pytest
+
+from ckptfs.cache.catalog_format import StoreState
+from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.fs.cli_flush import _what_to_do
+from ckptfs.fs.protection_problems import protection_problems
+from ckptfs.fs.status import FileStanding
+from ckptfs.replication.members import Member
+from ckptfs.replication.replicator import ReplicatorStatistics
+
+
+def problems(live: int, count: int, *, asked: bool = True, **waiting: Any) -> list[str]:
+    facts: dict[str, Any] = dict.fromkeys(ReplicatorStatistics.__dataclass_fields__, 0) | waiting
+    members = [
+        Member(StoreId(bytes([n]) * 16), NodeId(f"node-{n}"), f"node-{n}", "", StoreState.IN, 1, n < live, 1)
+        for n in range(count)
+    ]
+    return protection_problems(members, lambda _: "refused" if asked else "", 4, 2, ReplicatorStatistics(**facts))
+
+
+def test_a_whole_cluster_has_no_problem() -> None:
+    assert problems(6, 6) == []
+    assert problems(3, 3) == [], "1+2 survives what was asked for"
+    assert problems(3, 6, asked=False) == [], "those not asked yet are not said to be away"
+
+
+@pytest.mark.parametrize(("waiting", "words"), [(0, "no file can be protected"), (1, "1 file waits"), (2, "2 files wait")])
+def test_one_node_says_that_it_protects_nothing(waiting: int, words: str) -> None:
+    (problem,) = problems(1, 1, waiting_count=waiting)
+    assert problem.startswith(words)
+    assert "4+2 needs 6 failure domains, 1 is live" in problem
+    assert "safe on this node's drive" in problem
+
+
+def test_nodes_that_are_away_are_named() -> None:
+    (problem,) = problems(4, 7)
+    assert problem.startswith("node-4, node-5, node-6 do not answer")
+    away, smaller = problems(2, 7)
+    assert "node-2" in away
+    assert "protected with 1+1 meanwhile, are degraded" in smaller
+
+
+def test_what_fails_again_and_again_says_why() -> None:
+    (problem,) = problems(6, 6, waiting_count=3, stuck_count=2, stuck_attempts=3, stuck_error="6 domains with space are needed")
+    assert problem.startswith("2 files wait for protection, tried 3 times or more")
+    assert "6 domains with space are needed" in problem
+
+
+def test_flush_says_what_to_do_about_each_state() -> None:
+    is_open = FileStanding("a", "open", 0, 1, "node-1")
+    local = FileStanding("b", "local", 0, 1, "node-1")
+    assert "on node-1" in _what_to_do([is_open])
+    assert "close it" in _what_to_do([is_open])
+    assert "status" not in _what_to_do([is_open])
+    assert "status" in _what_to_do([is_open, local])
+    assert "saved again" in _what_to_do([FileStanding("c", "lost", 0, 1)])
