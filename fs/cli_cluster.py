@@ -20,13 +20,13 @@ def up(
     directory: Directory,
     nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes; 6 for a new cluster.", show_default=False)] = None,
     data_shards: Annotated[
-        int | None, typer.Option("--data-shards", help="k of the code, for new nodes; default 4.", show_default=False)
+        int | None, typer.Option("--data-shards", help="k of the code, for a new cluster; default 4.", show_default=False)
     ] = None,
     parity_shards: Annotated[
-        int | None, typer.Option("--parity-shards", help="m of the code, for new nodes; default 2.", show_default=False)
+        int | None, typer.Option("--parity-shards", help="m of the code, for a new cluster; default 2.", show_default=False)
     ] = None,
     passthrough: Annotated[
-        str | None, typer.Option("--passthrough", help="auto, on or off, for new nodes.", show_default=False)
+        str | None, typer.Option("--passthrough", help="auto, on or off, for a new cluster.", show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.cli_errors import NotReached, WrongUse
-from ckptfs.fs.config import parse_config
+from ckptfs.fs.config import load_config, parse_config
 from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
 from ckptfs.fs.node_processes import NodeProcesses
@@ -232,6 +232,7 @@ class LocalCluster:
 
     def prepare(self, node_count: int | None, settings: ClusterSettings = ClusterSettings()) -> None:
         """Make the directory and the nodes' configurations, as far as they are not there; None: as many as there are, or 6.
+        Nodes that are added to others are configured as those are.
 
         Raises `WrongUse` or `ConfigurationError`; nothing is changed then.
         """
@@ -249,8 +250,28 @@ class LocalCluster:
                 raise WrongUse(
                     f"the cluster in {self.directory} has {len(present)} nodes; a node is not removed by --nodes {wanted}"
                 )
-            for number in sorted(set(range(wanted)) - present):
+            missing = sorted(set(range(wanted)) - present)
+            if present and (missing or settings != ClusterSettings()):
+                settings = self._settings_as_present(settings)
+            for number in missing:
                 ClusterNode(self.directory, number).write_config(settings)
+
+    def _settings_as_present(self, asked: ClusterSettings) -> ClusterSettings:
+        """What the first node is configured with: a node that is added is as those there. Raises `WrongUse` if other is asked."""
+        config = self.nodes[0].config
+        present = load_config(config)
+        values = {
+            **{key: getattr(present.protection, key) for key in ("data_shards", "parity_shards", "codec")},
+            **{key: getattr(present.mount, key) for key in ("passthrough", "settle_seconds")},
+        }
+        for key, value in values.items():
+            wanted = getattr(asked, key)
+            if wanted is not None and wanted != value:
+                raise WrongUse(
+                    f"the cluster in {self.directory} has {key} {value}, not {wanted} ({config}); nothing was started or "
+                    "changed: leave the option out, or make another cluster in another directory"
+                )
+        return ClusterSettings(**values)
 
     def _refuse_unfit_directory(self) -> None:
         if mounted := mount_of(self.directory):

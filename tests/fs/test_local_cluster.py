@@ -31,6 +31,31 @@ def test_a_cluster_grows_and_does_not_shrink(tmp_path: Path) -> None:
         cluster.prepare(3)
 
 
+def test_what_contradicts_the_cluster_there_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path)
+    cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1, passthrough="off"))
+    before = [node.config.read_text() for node in cluster.nodes]
+    for settings, words in (
+        (ClusterSettings(data_shards=4), "data_shards 2, not 4"),
+        (ClusterSettings(parity_shards=2), "parity_shards 1, not 2"),
+        (ClusterSettings(passthrough="on"), "passthrough off, not on"),
+    ):
+        for node_count in (None, 5):
+            with pytest.raises(WrongUse, match=words):
+                cluster.prepare(node_count, settings)
+    assert [node.config.read_text() for node in cluster.nodes] == before
+    cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1))
+
+
+def test_a_node_that_is_added_is_configured_as_the_others(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path)
+    cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1, passthrough="off", settle_seconds=0.5))
+    cluster.prepare(4)
+    configs = [load_config(node.config) for node in cluster.nodes]
+    assert len(configs) == 4
+    assert len({(config.protection, config.mount) for config in configs}) == 1
+
+
 def test_a_directory_with_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     with pytest.raises(WrongUse, match="not empty"):
