@@ -1,6 +1,6 @@
 """The command line's entry: the commands, and the one boundary where an error becomes a line and an exit code.
 
-Exit codes: 0 yes, 1 no or not reached, 2 wrong use, 3 the node that would know does not answer.
+Exit codes: 0 yes, 1 no or not reached, 2 wrong use, 3 the node that would know does not answer, 130 interrupted.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import typer
 from ckptfs import __version__
 from ckptfs.cache.errors import CacheError
 from ckptfs.fs import cli_cluster, cli_flush, cli_node, cli_status, cli_verify
-from ckptfs.fs.cli_errors import CommandError, NotReached, Unreachable, WrongUse
+from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.fuse_device import MountError
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return _failed(NotReached(f"{os.fsdecode(error.filename)}: {error.strerror}"), arguments)
     except (KeyboardInterrupt, typer.Abort):
-        return _failed(NotReached("interrupted"), arguments)
+        return _interrupted(arguments)
     except Exception as error:
         format_message = getattr(error, "format_message", None)  # typer's own, which has moved between its releases
         if format_message is None:
@@ -80,7 +80,13 @@ def run(arguments: Sequence[str]) -> int:
             print(format_message(), file=sys.stderr)
             return 2
         return _failed(WrongUse(f"{format_message().rstrip(chr(46))}; `ckptfs --help` shows the commands"), arguments)
+    if result == Interrupted.exit_code:  # some releases of typer turn Ctrl-C into this, without a word
+        return _interrupted(arguments)
     return result if isinstance(result, int) else 0
+
+
+def _interrupted(arguments: Sequence[str]) -> int:
+    return _failed(Interrupted("interrupted; the nodes that run go on, and the command may be given again"), arguments)
 
 
 def _failed(error: CommandError, arguments: Sequence[str]) -> int:

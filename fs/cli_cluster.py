@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ckptfs.fs.cli_errors import WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 from ckptfs.fs.status import nodes_status, places_of_cluster
@@ -12,7 +13,15 @@ from ckptfs.fs.status import nodes_status, places_of_cluster
 app = typer.Typer(no_args_is_help=True, help="A whole cluster on one machine, in one directory.")
 
 Directory = Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="The cluster's directory.")]
-Number = Annotated[int, typer.Argument(metavar="N", help="The node's number, from 0.")]
+
+
+def _number_of(text: str) -> int:
+    if not text.isdecimal():
+        raise WrongUse(f"{text!r} is no node's number: 0 names node-0, and so on")
+    return int(text)
+
+
+Number = Annotated[int, typer.Argument(parser=_number_of, metavar="N", help="The node's number, from 0.")]
 
 
 @app.command()

@@ -30,3 +30,9 @@ class Unreachable(CommandError):
     """The node that would know doesn't answer."""
 
     exit_code = 3
+
+
+class Interrupted(CommandError):
+    """Ctrl-C (SIGINT). Nodes don't notice: they are in sessions of their own."""
+
+    exit_code = 130

@@ -18,7 +18,7 @@ from ckptfs.fs.local_socket import NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
-from ckptfs.fs.status import DEFAULT_CONFIG
+from ckptfs.fs.status import DEFAULT_CONFIG, local_node_of
 
 STOP_SECONDS = 30.0
 UPGRADE_SECONDS = 120.0
@@ -93,7 +93,7 @@ def umount(
     target = Path(os.path.abspath(mountpoint))
     found = mounts_at(target) or mounts_at(Path(os.path.realpath(target)))
     if not found:
-        raise WrongUse(f"{mountpoint} is no ckptfs mount")
+        raise _not_mounted(target)
     mounted = found[-1]
     if not force:
         _take_away_unused(mounted.mountpoint, as_json=as_json)
@@ -109,6 +109,16 @@ def umount(
         print_json({"mountpoint": str(mounted.mountpoint), "clean": ended})
     else:
         console().print(f"{mounted.mountpoint} is unmounted", soft_wrap=True)
+
+
+def _not_mounted(target: Path) -> WrongUse:
+    """Why there is nothing to unmount: it is the mountpoint of a node that is down, or of none."""
+    for path in (target, Path(os.path.realpath(target))):
+        if (place := local_node_of(path)) and place.mountpoint == path:
+            if living := NodeProcesses(place.store).living():
+                return WrongUse(f"{target} is not mounted, but processes {living} of {place.id} run: is it being started?")
+            return WrongUse(f"{target} is not mounted: {place.id} is down; there is nothing to unmount")
+    return WrongUse(f"{target} is no ckptfs mount")
 
 
 def _take_away_unused(mountpoint: Path, *, as_json: bool) -> None:

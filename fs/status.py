@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +147,12 @@ def places_of_this_machine() -> list[Place]:
     found = {mounted.store: place_of_mount(mounted) for mounted in mounts()}
     if not found:
         raise Unreachable(f"no node runs on this machine: there is neither a ckptfs mount nor {DEFAULT_CONFIG}")
-    return list(found.values())
+    return sorted(found.values(), key=lambda place: in_order(place.mountpoint))
+
+
+def in_order(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts node-2 before node-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split("([0-9]+)", str(path))]
 
 
 def node_status(place: Place) -> dict[str, Any]:

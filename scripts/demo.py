@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ckptfs.fs.cli_errors import CommandError, NotReached
+from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.cli_output import human_bytes
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
@@ -63,11 +63,12 @@ def main() -> int:
     try:
         figures = _run(cluster, arguments.size_mb << 20, out)
     except CommandError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(str(error), error.exit_code, cluster, arguments.keep_nothing)
     except OSError as error:
-        print(f"demo: {error.filename or 'the mount'}: {error.strerror}", file=sys.stderr)
-        return 1
+        return _failed(f"{error.filename or 'the mount'}: {error.strerror}", 1, cluster, arguments.keep_nothing)
+    except KeyboardInterrupt:
+        shutil.rmtree(cluster.directory / "plain", ignore_errors=True)
+        return _failed("interrupted", Interrupted.exit_code, cluster, arguments.keep_nothing)
     finally:
         if arguments.keep_nothing and LocalCluster.is_one(cluster.directory):
             shutil.rmtree(cluster.directory / "plain", ignore_errors=True)
@@ -76,6 +77,23 @@ def main() -> int:
     if not arguments.keep_nothing:
         _print_how_to_go_on(cluster, out)
     return 0
+
+
+def _failed(why: str, exit_code: int, cluster: LocalCluster, keep_nothing: bool) -> int:
+    """One line: why, and what stays of the cluster and how it is removed."""
+    stays = ""
+    if LocalCluster.is_one(cluster.directory):
+        stays = f"; the cluster in {cluster.directory} " + (
+            "is taken down and removed"
+            if keep_nothing
+            else f"stays; remove it: {_command()} cluster down {cluster.directory} --remove"
+        )
+    print(f"demo: {why}{stays}", file=sys.stderr)
+    return exit_code
+
+
+def _command() -> Path:
+    return Path(sys.executable).parent / "ckptfs"
 
 
 def _parse() -> argparse.Namespace:
@@ -212,7 +230,7 @@ def _table(figures: Figures) -> Table:
 
 
 def _print_how_to_go_on(cluster: LocalCluster, out: Console) -> None:
-    command = Path(sys.executable).parent / "ckptfs"
+    command = _command()
     for line in (
         "the two nodes run again; the cluster stays up:",
         f"  look at it:       {command} status {cluster.directory}",

@@ -1,6 +1,8 @@
 """The command line's promise: exit codes, one line for an error, JSON where it was asked for."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["flush"], 2, "Missing argument"),
         (["verify", "--wrong"], 2, "No such option"),
         (["cluster", "kill", "{tmp}", "0"], 2, "holds no cluster"),
-        (["cluster", "kill", "{tmp}", "many"], 2, "valid int"),
+        (["cluster", "kill", "{tmp}", "node-1"], 2, "'node-1' is no node's number"),
+        (["cluster", "revive", "{tmp}", ""], 2, "is no node's number"),
         (["cluster", "up", "{tmp}/c", "--nodes", "0"], 2, "1 to 64"),
         (["cluster", "up", "{tmp}/c", "--passthrough", "perhaps"], 2, "passthrough"),
         (["cluster", "up", "{tmp}/c", "--data-shards", "0"], 2, "data_shards: 1 to 32"),
@@ -77,3 +80,21 @@ def test_a_cluster_that_is_down_is_shown_and_unreachable(tmp_path: Path, capsys:
     assert [node["id"] for node in json.loads(capsys.readouterr().out)["nodes"]] == ["node-1"]
     assert run(["cluster", "kill", str(tmp_path / "c"), "7"]) == 2
     assert "has no node 7" in capsys.readouterr().err
+
+
+def test_a_nodes_mountpoint_without_its_mount_is_said_to_be_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = LocalCluster(tmp_path / "c")
+    cluster.prepare(2)
+    assert run(["umount", str(cluster.nodes[1].mountpoint)]) == 2
+    assert "node-1 is down" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_by_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LocalCluster(tmp_path / "c").prepare(1)
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    assert run(["status", str(tmp_path / "c"), "--watch"]) == 130
+    error = capsys.readouterr().err
+    assert error.startswith("ckptfs: interrupted")
+    assert error.count("\n") == 1

@@ -13,6 +13,7 @@ from ckptfs.fs.status import (
     FileStanding,
     PathStanding,
     Place,
+    in_order,
     local_node_of,
     node_status,
     place_of_path,
@@ -119,3 +120,9 @@ def test_a_path_of_a_cluster_node_that_is_down_is_unreachable(tmp_path: Path) ->
     assert found.id == "node-3"
     with pytest.raises(Unreachable, match="node-3 is not mounted"):
         place_of_path(directory / "mnt" / "file")
+
+
+def test_mountpoints_are_listed_by_their_numbers() -> None:
+    paths = [Path(f"/c/node-{number}/mnt") for number in (10, 2, 0, 1)] + [Path("/a"), Path("/7/x")]
+    expected = ["/7/x", "/a", "/c/node-0/mnt", "/c/node-1/mnt", "/c/node-2/mnt", "/c/node-10/mnt"]
+    assert [str(path) for path in sorted(paths, key=in_order)] == expected
