@@ -5,6 +5,7 @@ unreachable (no node that has the bytes answers), damaged (they answer, but what
 has no room for a copy that is needed), failed (this node's disk or catalog), unknown (no such request), internal (a bug; the
 log has it).
 
+    ping                               the agent is there
     wake {urgent, nodes}               something may wait for protection. `urgent`: somebody waits for it, on these nodes too
     fetch {ino, offset, length} *      -> copy, identity: path of the local copy of that version, in which that part is there
                                        and right, and which file that is; or data, the bytes themselves, where the drive has no
@@ -68,6 +69,7 @@ class AgentRequests:
         self._agent = agent
         self._prefixes_read: OrderedDict[Vid, None] = OrderedDict()
         self._answers: dict[str, Callable[[Message], Awaitable[Message]]] = {
+            "ping": self._ping,
             "wake": self._wake,
             "fetch": self._fetch,
             "fetch_whole": self._fetch_whole,
@@ -102,6 +104,9 @@ class AgentRequests:
         except Exception as error:  # one bad request must not take the shard server with it
             log.exception("unexpected_error request=%r", name)
             return _no("internal", f"the agent failed: {error!r}; its log has the details")
+
+    async def _ping(self, request: Message) -> Message:
+        return {}
 
     async def _wake(self, request: Message) -> Message:
         if request.get("urgent"):

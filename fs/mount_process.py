@@ -70,6 +70,9 @@ from ckptfs.replication.quiet_threads import QuietThreads
 
 log = logging.getLogger(__name__)
 
+LIVE_STORES_SECONDS_MAX = 5.0
+"""Half of what the command line waits for the mount's own answer."""
+
 CHECKPOINT_SECONDS = 5.0
 NEGOTIATED_FACT = "negotiated"
 INCARNATION_FACT = "incarnation"
@@ -378,7 +381,7 @@ class MountProcess:
     async def _live_stores(self) -> set[StoreId] | None:
         """The stores that answer the agent now; None while the agent doesn't answer."""
         try:
-            answer = await self._agent.call({"do": "status", "fresh": True})
+            answer = await self._agent.call({"do": "status", "fresh": True}, timeout_seconds=LIVE_STORES_SECONDS_MAX)
         except NodeNotAnswering:
             return None
         if not answer.get("ok"):

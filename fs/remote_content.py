@@ -26,6 +26,8 @@ READ_WAIT_SECONDS = 10.0
 """How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
 AGENT_SECONDS_MAX = 60.0
 """How long one request may take an agent that is there: it has limits of its own for peers that hang, 30 s the longest."""
+PING_SECONDS = 10.0
+"""An agent that takes so long over a request is asked whether it is there, and has as long to say so."""
 
 RETRY_SECONDS = 0.2
 IMPATIENT_SECONDS = 30.0
@@ -59,11 +61,15 @@ class RemoteContent:
     `ContentGone` if they are nowhere any more, or if the file is there and has other content now.
     """
 
-    def __init__(self, agent: LocalClient, *, wait_seconds: float = READ_WAIT_SECONDS) -> None:
+    def __init__(
+        self, agent: LocalClient, *, wait_seconds: float = READ_WAIT_SECONDS, ping_seconds: float = PING_SECONDS
+    ) -> None:
         self._agent = agent
         self._wait_seconds = wait_seconds
+        self._ping_seconds = ping_seconds
         self._complained: dict[InodeNumber, float] = {}
         self._impatient_until = -math.inf
+        self._agent_hangs = False
 
     async def attributes(self, ino: InodeNumber, vid: Vid, version: Version | None) -> RemoteAttributes:
         """Size and times of a file that its home may be writing. The kernel asks for them before each open and read, so they
@@ -93,7 +99,7 @@ class RemoteContent:
         is_for_attributes = request["do"] == "attributes"
         while True:
             try:
-                answer = await self._agent.call(request, timeout_seconds=AGENT_SECONDS_MAX)
+                answer = await self._call(request)
                 if answer["ok"]:
                     return answer
                 message = str(answer.get("message", answer.get("error")))
@@ -111,6 +117,34 @@ class RemoteContent:
                 self.complain(ino, message)
                 raise ContentUnreachable(message)
             await trio.sleep(RETRY_SECONDS)
+
+    async def _call(self, request: Message) -> Message:
+        """The agent's answer. Raises `NodeNotAnswering`, also for an agent that hangs."""
+        answer: Message | None = None
+        failure = NodeNotAnswering("it hangs: it accepts requests and answers none")
+        if self._agent_hangs:
+            await self._agent.call({"do": "ping"}, timeout_seconds=min(self._ping_seconds, 1.0))
+            self._agent_hangs = False
+
+        async def watch(scope: trio.CancelScope) -> None:
+            while True:
+                await trio.sleep(self._ping_seconds)
+                try:
+                    await self._agent.call({"do": "ping"}, timeout_seconds=self._ping_seconds)
+                except NodeNotAnswering:
+                    self._agent_hangs = True
+                    scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, nursery.cancel_scope)
+            try:
+                answer = await self._agent.call(request, timeout_seconds=AGENT_SECONDS_MAX)
+            except NodeNotAnswering as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if answer is None:
+            raise failure
+        return answer
 
     def complain(self, ino: InodeNumber, message: str) -> None:
         """Say in the log why a program gets EIO, now and then."""

@@ -162,6 +162,11 @@ def node_status(place: Place) -> dict[str, Any]:
     agent = _answer_or_none(place, "agent")
     known = mount or {}
     problems = [f"the {role} process ended: {reason}" for role, reason in processes.failures().items()]
+    if mount is not None and agent is None and processes.pids()["agent"] is not None:
+        problems.append(
+            f"the agent process ({processes.pids()['agent']}) doesn't answer: nothing is protected, and what other nodes have "
+            "can't be read here; if that lasts, end it (kill -9): it is started anew"
+        )
     for answer in (mount, agent):
         problems += (answer or {}).get("problems", [])
     damaged = None if agent is None else agent.get("damaged_count")

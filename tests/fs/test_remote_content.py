@@ -22,19 +22,24 @@ VERSION = Version(1, INO, VersionState.LOCAL, StoreId(b"s" * 16), SegmentId(b"g"
 ATTRIBUTES = RemoteAttributes(10, 20, 30)
 PLACE = CopyPlace(Path("/copy"), (1, 2))
 WAIT_SECONDS = 3 * RETRY_SECONDS + 0.1
+PING_SECONDS = 0.5
 
 
 class AgentSocket:
-    """Answers "unreachable" until `comes_back_after` requests were made, or `error` for ever."""
+    """Answers "unreachable" until `comes_back_after` requests were made, or `error` for ever; or late, or never."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.comes_back_after = 0
         self.error = "unreachable"
+        self.hangs = False
+        self.works_seconds = 0.0
         self.asked: Counter[str] = Counter()
 
     async def answer(self, request: Message) -> Message:
         self.asked[request["do"]] += 1
+        if self.hangs or (self.works_seconds and request["do"] != "ping"):
+            await trio.sleep(float("inf") if self.hangs else self.works_seconds)
         if self.comes_back_after:
             self.comes_back_after -= 1
             return {"ok": False, "error": self.error, "message": "away"}
@@ -50,7 +55,7 @@ def agent(tmp_path: Path) -> AgentSocket:
 @pytest.fixture
 async def remote(agent: AgentSocket) -> AsyncIterator[RemoteContent]:
     client = LocalClient(agent.path)
-    yield RemoteContent(client, wait_seconds=WAIT_SECONDS)
+    yield RemoteContent(client, wait_seconds=WAIT_SECONDS, ping_seconds=PING_SECONDS)
     await client.aclose()
 
 
@@ -116,3 +121,20 @@ async def test_a_home_that_stays_away_is_waited_for_once_for_attributes_and_each
         assert agent.asked["read"] >= asked + 3
     agent.comes_back_after = 0
     assert await remote.attributes(INO, VID, None) == ATTRIBUTES
+
+
+@pytest.mark.parametrize("what", ASKED)
+async def test_an_agent_that_hangs_is_not_waited_for_as_one_that_works(
+    agent: AgentSocket, remote: RemoteContent, nursery: trio.Nursery, what: str
+) -> None:
+    await nursery.start(serve, agent.path, agent.answer)
+    agent.hangs = True
+    with trio.fail_after(20 * PING_SECONDS), pytest.raises(ContentUnreachable, match="hangs"):
+        await ASKED[what](remote)
+
+
+async def test_an_agent_that_works_long_is_waited_for(agent: AgentSocket, remote: RemoteContent, nursery: trio.Nursery) -> None:
+    await nursery.start(serve, agent.path, agent.answer)
+    agent.works_seconds = 3 * PING_SECONDS
+    assert await remote.read(INO, VID, None, 0, 5) == b"bytes"
+    assert agent.asked["ping"] >= 1

@@ -153,6 +153,8 @@ def test_a_home_that_hangs_is_an_error_in_bounded_time_and_no_older_content(star
 def test_an_own_agent_that_hangs_holds_up_nothing_local(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(3, settle_seconds=0.1)
     node = cluster.nodes[0]
+    (cluster.nodes[1].mountpoint / "elsewhere").write_bytes(b"e" * 200_000)
+    _flushed(cluster.nodes[1].mountpoint)
     with _stopped((node, "agent")):
         for number in range(20):
             (node.mountpoint / f"file-{number}").write_bytes(b"%d" % number * 1000)
@@ -163,8 +165,17 @@ def test_an_own_agent_that_hangs_holds_up_nothing_local(start_cluster: Any) -> N
         assert code == 0, error
         code, out, _ = _ckptfs("status", node.mountpoint)
         assert code == 0
-        assert "node-0" in out
+        assert "the agent process" in out
+        assert "doesn't answer" in out
+        started = time.monotonic()
+        with pytest.raises(OSError, match="Input/output") as raised:
+            (node.mountpoint / "elsewhere").read_bytes()
+        assert raised.value.errno == errno.EIO
+        assert time.monotonic() - started < 40
+        code, _, error = _ckptfs("verify", node.mountpoint)
+        assert code == 3, error
     _flushed(node.mountpoint)
+    assert (node.mountpoint / "elsewhere").read_bytes() == b"e" * 200_000
 
 
 def test_a_mount_process_that_hangs_is_shown_and_can_be_taken_away(start_cluster: Any) -> None:
