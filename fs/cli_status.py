@@ -126,7 +126,6 @@ _RISKS = {
     "local": ", not safe if its node is lost",
     "degraded": ", not safe if one more of its holders is lost",
     "protected": ", not safe if one of its holders is lost",
-    "unreachable": ": start the nodes that hold it",
     "damaged": ": its drive changed its bytes before it was protected, and nothing can repair it: save it again",
     "lost": ": no content survived",
 }
@@ -146,4 +145,12 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
     if document["files"] > 1 and document["damaged"]:
         more = f" and {len(document['damaged']) - SHOWN_MAX} more" if len(document["damaged"]) > SHOWN_MAX else ""
         tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"
-    return f"{document['state']}: {human_bytes(document['bytes'])}{files}{tail}"
+    if document["state"] == "unreachable":
+        away = ", ".join(document["away"])
+        tail = f": start {away}, which have its bytes{tail}" if away else f": the nodes that had its bytes left the cluster{tail}"
+    elif document["away"]:
+        tail += f"; away: {', '.join(document['away'])}"
+    size, unknown = human_bytes(document["bytes"]), document.get("sizes_unknown", 0)
+    if unknown:
+        size = "size unknown" if document["files"] == 1 else f"{size} and {unknown} of unknown size"
+    return f"{document['state']}: {size}{files}{tail}"

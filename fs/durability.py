@@ -28,13 +28,14 @@ class Durability:
     async def states(
         self, inos: Iterable[InodeNumber], stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int
     ) -> dict[int, Fact]:
-        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`, `prefix_bytes`.
+        """For each inode that is a regular file: `state`, `protected_m`, `bytes`, `home`, `prefix_bytes`, `away`.
 
         `state` is that of the ladder or, where something is amiss, "degraded" (protected, but holders are away, or with less
         parity than the stores there are now could have), "unreachable" (no node that has the bytes answers), "damaged" (not
         protected, and its segment is not what was hashed) or "lost".
         `protected_m` is 0 for what isn't protected. `prefix_bytes`: so much of a file that is being written is protected, and
-        read while its node is away.
+        read while its node is away. `bytes` is None of a file that is being written on a node that is away, if nothing of it was
+        ever closed. `away`: the nodes that have bytes or shards of it and do not answer; no node that was lost or removed.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -51,15 +52,16 @@ class Durability:
     ) -> Fact:
         inode, version = await self._shown(ino, inode)
         if version is None:
-            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": "", "prefix_bytes": 0}
+            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": "", "prefix_bytes": 0, "away": []}
         home = stores.get(version.home)
         size = self._size_of(ino) if version.state is VersionState.OPEN else version.size
         fact = {
             "state": STATE_NAMES.get(version.state, "open"),
             "protected_m": 0,
             "prefix_bytes": await self._prefix_bytes(inode, stores, live, parity_shards),
-            "bytes": inode.size if size is None else size,
+            "bytes": self._last_size(inode, version, live) if size is None else size,
             "home": home.node if home is not None else version.home.hex(),
+            "away": [],
         }
         if inode.lost:
             fact["state"] = "lost"
@@ -76,7 +78,22 @@ class Durability:
             fact["state"] = "damaged"
         elif version.home not in live:
             fact["state"] = "unreachable"
+        if fact["state"] in ("unreachable", "degraded"):
+            wanted = {shard.store for shard in version.shards}
+            if (
+                fact["state"] == "unreachable"
+                and (has_segment(version) or version.state is VersionState.OPEN)
+                and not version.damaged
+            ):
+                wanted.add(version.home)
+            fact["away"] = sorted(
+                str(stores[store].node) for store in wanted - live if store in stores and _may_return(stores[store])
+            )
         return fact
+
+    @staticmethod
+    def _last_size(inode: Inode, version: Version, live: set[StoreId]) -> int | None:
+        return inode.size if inode.size or version.home in live else None
 
     async def _shown(self, ino: InodeNumber, inode: Inode) -> tuple[Inode, Version | None]:
         """The version that is being written, else the current one; None if the inode names one that isn't there any more."""
@@ -108,6 +125,10 @@ def _domains(stores: dict[StoreId, Store], live: set[StoreId]) -> set[str]:
         for store_id, store in stores.items()
         if store_id in live and store.state is StoreState.IN
     }
+
+
+def _may_return(store: Store) -> bool:
+    return store.state in (StoreState.IN, StoreState.DRAINING)
 
 
 def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int) -> int:

@@ -55,7 +55,8 @@ class Place:
 @dataclass(frozen=True)
 class FileStanding:
     """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them; `home`: the node that
-    has, or had, its bytes; `prefix_bytes`: how much of a file that is being written is protected, from its beginning on."""
+    has, or had, its bytes; `prefix_bytes`: how much of a file that is being written is protected, from its beginning on;
+    `away`: the nodes that have something of it and do not answer; `is_size_known`: not so where only such a node knows it."""
 
     path: str
     state: str
@@ -63,6 +64,8 @@ class FileStanding:
     size_bytes: int
     home: str = ""
     prefix_bytes: int = 0
+    away: tuple[str, ...] = ()
+    is_size_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ class PathStanding:
         return sum(file.prefix_bytes for file in self.files)
 
     def as_json(self) -> dict[str, Any]:
-        more = {"protected_prefix_bytes": self.prefix_bytes} if self.prefix_bytes else {}
+        more: dict[str, Any] = {"protected_prefix_bytes": self.prefix_bytes} if self.prefix_bytes else {}
+        if unknown := sum(not file.is_size_known for file in self.files):
+            more["sizes_unknown"] = unknown
         return {
             "path": self.path,
             "state": self.state,
@@ -98,6 +103,7 @@ class PathStanding:
             "bytes": self.size_bytes,
             "files": len(self.files),
             "damaged": [file.path for file in self.files if file.state == "damaged"],
+            "away": sorted({node for file in self.files for node in file.away}),
             **more,
         }
 
@@ -287,7 +293,10 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
                 path, size = paths[ino]
                 survives, home = fact.get("protected_m") or 0, fact.get("home", "")
                 prefix_bytes = fact.get("prefix_bytes", 0)
-                found.append(FileStanding(path, fact["state"], survives, fact.get("bytes", size), home, prefix_bytes))
+                away, last = tuple(fact.get("away", ())), fact.get("bytes", size)
+                known = last is not None or size > 0
+                last = size if last is None else last
+                found.append(FileStanding(path, fact["state"], survives, last, home, prefix_bytes, away, known))
     return found
 
 

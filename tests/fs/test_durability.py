@@ -79,7 +79,14 @@ async def cluster() -> Cluster:
 async def test_an_open_file_is_as_large_as_it_is_now(cluster: Cluster) -> None:
     ino, _ = await cluster.open_file(b"file")
     cluster.written[ino] = 4711
-    assert await cluster.fact(ino) == {"state": "open", "protected_m": 0, "bytes": 4711, "home": "node-0", "prefix_bytes": 0}
+    assert await cluster.fact(ino) == {
+        "state": "open",
+        "protected_m": 0,
+        "bytes": 4711,
+        "home": "node-0",
+        "prefix_bytes": 0,
+        "away": [],
+    }
     assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
 
 
@@ -100,9 +107,30 @@ async def test_what_of_an_open_file_is_protected(cluster: Cluster) -> None:
     assert (await cluster.fact(ino, gone={0, 1, 2}))["prefix_bytes"] == 0
 
 
+async def test_the_nodes_that_are_away_are_named_and_no_size_is_made_up(cluster: Cluster) -> None:
+    ino, _ = await cluster.open_file(b"open")
+    fact = await cluster.fact(ino, gone={0})
+    assert (fact["state"], fact["bytes"], fact["away"]) == ("unreachable", None, ["node-0"])
+    ino = await cluster.protected_file(b"file", STORES)
+    assert (await cluster.fact(ino))["away"] == []
+    assert (await cluster.fact(ino, gone={4, 5}))["away"] == ["node-4", "node-5"]
+    assert (await cluster.fact(ino, gone={0, 1, 2}))["away"] == ["node-0", "node-1", "node-2"]
+    records = {store: record for store, (record, _) in (await stores(cluster.kv)).items()}
+    lost = records[STORES[2]]
+    known = {**records, STORES[2]: Store(FORMAT_VERSION, lost.node, StoreState.LOST, lost.address, lost.directory)}
+    assert (await cluster.fact(ino, gone={0, 1, 2}, known=known))["away"] == ["node-0", "node-1"], "nobody can start node-2"
+
+
 async def test_a_local_file_is_where_it_was_written(cluster: Cluster) -> None:
     ino, _ = await cluster.local_file(b"file", 7)
-    assert await cluster.fact(ino) == {"state": "local", "protected_m": 0, "bytes": 7, "home": "node-0", "prefix_bytes": 0}
+    assert await cluster.fact(ino) == {
+        "state": "local",
+        "protected_m": 0,
+        "bytes": 7,
+        "home": "node-0",
+        "prefix_bytes": 0,
+        "away": [],
+    }
     assert (await cluster.fact(ino, gone={0}))["state"] == "unreachable"
     assert (await cluster.fact(ino, gone={1, 2, 3, 4, 5}))["state"] == "local"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
+from ckptfs.fs.cli_status import _path_text
 from ckptfs.fs.status import (
     LADDER,
     FileStanding,
@@ -31,6 +32,7 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "bytes": 15,
         "files": 2,
         "damaged": [],
+        "away": [],
     }
     assert PathStanding("d", files[:1]).as_json() == {
         "path": "d",
@@ -39,6 +41,7 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "bytes": 10,
         "files": 1,
         "damaged": [],
+        "away": [],
     }
     files.append(FileStanding("d/c", "damaged", 0, 1))
     assert PathStanding("d", files).as_json()["state"] == "damaged"
@@ -53,6 +56,7 @@ def test_an_empty_directory_has_nothing_unprotected() -> None:
         "bytes": 0,
         "files": 0,
         "damaged": [],
+        "away": [],
     }
 
 
@@ -126,3 +130,15 @@ def test_mountpoints_are_listed_by_their_numbers() -> None:
     paths = [Path(f"/c/node-{number}/mnt") for number in (10, 2, 0, 1)] + [Path("/a"), Path("/7/x")]
     expected = ["/7/x", "/a", "/c/node-0/mnt", "/c/node-1/mnt", "/c/node-2/mnt", "/c/node-10/mnt"]
     assert [str(path) for path in sorted(paths, key=in_order)] == expected
+
+
+def test_an_unreachable_file_names_the_nodes_to_start() -> None:
+    files = [FileStanding("d/a", "unreachable", 0, 0, "node-1", 0, ("node-1", "node-4"), False)]
+    document = PathStanding("d/a", files).as_json()
+    assert (document["away"], document["sizes_unknown"]) == (["node-1", "node-4"], 1)
+    assert _path_text(document) == "unreachable: size unknown: start node-1, node-4, which have its bytes"
+    files.append(FileStanding("d/b", "degraded", 1, 1024, "node-2", 0, ("node-5",)))
+    assert "1.0 KiB and 1 of unknown size in 2 files: start node-1, node-4, node-5" in str(
+        _path_text(PathStanding("d", files).as_json())
+    )
+    assert str(_path_text(PathStanding("d/b", files[1:]).as_json())).endswith("; away: node-5")
