@@ -15,7 +15,9 @@ log has it).
     attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
-                                       `paths` (bytes, one for each inode) go as hints with shards that are made again
+                                       `paths` (bytes, one for each inode) are for messages, and go as hints with shards that are
+                                       made again
+    findings {inos}                    -> findings: what verify found wrong with these files, asked by this node, and still is
     status {fresh, look}               -> see `_status`. `fresh`: the stores are asked anew; `look`: if that is soon done
 
     * and {vid, version}: what a program has open, its record packed. Of a file that was removed, this is meant.
@@ -37,6 +39,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import protection_problems
+from ckptfs.fs.verify_findings import VerifyFindings
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace
 from ckptfs.replication.stripe_reader import ContentDamaged
@@ -67,6 +70,7 @@ class AgentRequests:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._findings = VerifyFindings(self._current_vid)
         self._prefixes_read: OrderedDict[Vid, None] = OrderedDict()
         self._answers: dict[str, Callable[[Message], Awaitable[Message]]] = {
             "ping": self._ping,
@@ -77,6 +81,7 @@ class AgentRequests:
             "attributes": self._attributes,
             "read": self._read,
             "verify": self._verify,
+            "findings": self._findings_of,
             "status": self._status,
         }
 
@@ -307,11 +312,23 @@ class AgentRequests:
             if repair:
                 report = await agent.repairer.repair(ino, inode.cur, version, report, path)
                 await agent.mender.mend(inode.cur, version, report)
+            if not report.is_gone:
+                self._findings.note(ino, inode.cur, path, report, deep=deep)
         if inode.writer is not None and inode.open is not None and not await self._is_at_home(inode.open):
             report.reading = report.reading or "unreachable"
             report.away.add(agent.members.name_of(inode.writer.store))
             report.add(f"only {agent.members.name_of(inode.writer.store)} has what is being written, and it is away")
         return report
+
+    async def _current_vid(self, ino: InodeNumber) -> Vid | None:
+        try:
+            return (await self._agent.namespace.inode(ino)).cur
+        except NoSuchName:
+            return None
+
+    async def _findings_of(self, request: Message) -> Message:
+        found = await self._findings.of([InodeNumber(int(number)) for number in request["inos"]])
+        return {"findings": {int(ino): f"{finding.result}: {finding.message}" for ino, finding in found.items()}}
 
     async def _is_at_home(self, vid: Vid) -> bool:
         """Whether the home of a version that is being written answers for it."""
@@ -348,6 +365,9 @@ class AgentRequests:
         problems += protection_problems(
             agent.members.known(), agent.members.last_error, agent.cluster.data_shards, agent.cluster.parity_shards, replicator
         )
+        with contextlib.suppress(CacheError):  # a catalog that is away is said elsewhere
+            if not request.get("fresh"):
+                problems += await self._findings.problems()
         if held.held is None:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"

@@ -153,4 +153,7 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
     size, unknown = human_bytes(document["bytes"]), document.get("sizes_unknown", 0)
     if unknown:
         size = "size unknown" if document["files"] == 1 else f"{size} and {unknown} of unknown size"
+    if problems := document["problems"]:
+        more = f"\nand {len(problems) - SHOWN_MAX} more" if len(problems) > SHOWN_MAX else ""
+        tail += "".join(f"\n{problem}" for problem in problems[:SHOWN_MAX]) + more + "\n`ckptfs verify --deep --repair` is needed"
     return f"{document['state']}: {size}{files}{tail}"

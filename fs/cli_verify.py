@@ -118,8 +118,7 @@ def _verify_files(
         for start in range(0, len(files), FILES_PER_REQUEST):
             part = files[start : start + FILES_PER_REQUEST]
             request: dict[str, Any] = {"do": "verify", "inos": [ino for ino, _, _ in part], "deep": deep, "repair": repair}
-            if repair:
-                request["paths"] = [_path_in(place, path) for _, path, _ in part]
+            request["paths"] = [_path_in(place, path) for _, path, _ in part]
             place.ask("agent", {"do": "ping"})  # one that hangs would hold this up for an hour
             answer = place.ask("agent", request, timeout_seconds=ANSWER_SECONDS)
             by_inode = {fact["ino"]: fact for fact in answer["files"]}

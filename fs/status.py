@@ -1,5 +1,6 @@
 """What a node, a cluster and a file are like now: asked of the nodes' own sockets, gathered for people and programs."""
 
+import contextlib
 import errno
 import os
 import re
@@ -74,6 +75,7 @@ class PathStanding:
 
     path: str
     files: list[FileStanding] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> str:
@@ -104,6 +106,7 @@ class PathStanding:
             "files": len(self.files),
             "damaged": [file.path for file in self.files if file.state == "damaged"],
             "away": sorted({node for file in self.files for node in file.away}),
+            "problems": self.problems,
             **more,
         }
 
@@ -222,7 +225,19 @@ def _require_access(place: Place) -> None:
 def path_standing(path: Path) -> PathStanding:
     """How the file, or everything under the directory, stands. Raises `WrongUse` or `Unreachable`."""
     place = place_of_path(path)  # its mount answers: a dead one would hold up the walk
-    return PathStanding(str(path), standing_of_files(place, list(walk_files(path))))
+    files = list(walk_files(path))
+    return PathStanding(str(path), standing_of_files(place, files), _found_wrong(place, files))
+
+
+def _found_wrong(place: Place, files: Sequence[tuple[int, str, int]]) -> list[str]:
+    """What the agent knows from verifying; nothing where it doesn't answer, which `ckptfs status` of the mount says."""
+    paths = {ino: path for ino, path, _ in files}
+    inodes, found = list(paths), []
+    with contextlib.suppress(Unreachable):
+        for start in range(0, len(inodes), INODES_PER_REQUEST):
+            answer = place.ask("agent", {"do": "findings", "inos": inodes[start : start + INODES_PER_REQUEST]})
+            found += [f"verify found {paths[int(ino)]} {said}" for ino, said in answer["findings"].items()]
+    return found
 
 
 def walk_files(path: Path) -> Iterator[tuple[int, str, int]]:

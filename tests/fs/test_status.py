@@ -33,6 +33,7 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "files": 2,
         "damaged": [],
         "away": [],
+        "problems": [],
     }
     assert PathStanding("d", files[:1]).as_json() == {
         "path": "d",
@@ -42,6 +43,7 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "files": 1,
         "damaged": [],
         "away": [],
+        "problems": [],
     }
     files.append(FileStanding("d/c", "damaged", 0, 1))
     assert PathStanding("d", files).as_json()["state"] == "damaged"
@@ -57,6 +59,7 @@ def test_an_empty_directory_has_nothing_unprotected() -> None:
         "files": 0,
         "damaged": [],
         "away": [],
+        "problems": [],
     }
 
 

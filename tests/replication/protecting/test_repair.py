@@ -14,6 +14,7 @@ from ckptfs.cache.catalog_format import Version, VersionState
 from ckptfs.cache.checksum import cell_hash
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId
 from ckptfs.cache.versions import RepairedCommit
+from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.replication import shard_format
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.errors import PeerUnreachable
@@ -95,6 +96,22 @@ async def test_a_data_and_a_parity_shard_come_back_as_they_were(cluster: Any, da
     await cluster.down(*away)
     reader = next(node for node in cluster.nodes if node.number not in away and node.number != 0)
     assert await reader.content(saved) == saved.content
+
+
+async def test_what_verify_found_shows_in_status_until_it_is_repaired(cluster: Any) -> None:
+    saved = await cluster[0].save("model.pt", os.urandom(SIZE))
+    (version,) = await cluster[0].protected(saved)
+    for index in range(6):
+        flip(await shard_path(cluster, version, saved.vid, index), HEADER_SIZE + index * CELL)
+    requests = AgentRequests(cluster[2].running)
+    request: dict[str, Any] = {"do": "verify", "inos": [saved.ino], "paths": [b"run/model.pt"]}
+    await requests.answer(request)
+    (problem,) = (await requests.answer({"do": "status"}))["problems"]
+    assert "run/model.pt (damaged)" in problem
+    (said,) = (await requests.answer({"do": "findings", "inos": [saved.ino]}))["findings"].values()
+    assert said.startswith("damaged: shard 0 on ")
+    await requests.answer(request | {"repair": True})
+    assert (await requests.answer({"do": "status"}))["problems"] == []
 
 
 async def test_cells_damaged_here_and_there_in_all_shards(cluster: Any) -> None:

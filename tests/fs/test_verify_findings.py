@@ -1,0 +1,42 @@
+"""What verify found stays said until it is right, or no longer about what the file has."""
+
+from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.fs.verify_findings import VerifyFindings
+from ckptfs.replication.verify_report import FileReport
+
+INO, VID, NEWER = InodeNumber(7), Vid(b"a" * 16), Vid(b"b" * 16)
+
+
+def wrong() -> FileReport:
+    return FileReport(INO, 10, damaged=[1], message="shard 1 on node-2: cut")
+
+
+async def test_a_finding_stays_until_it_is_right_or_the_file_is_another() -> None:
+    current: dict[InodeNumber, Vid] = {INO: VID}
+
+    async def current_version(ino: InodeNumber) -> Vid | None:
+        return current.get(ino)
+
+    findings = VerifyFindings(current_version)
+    assert await findings.problems() == []
+    findings.note(INO, VID, b"run/bad", wrong(), deep=True)
+    (problem,) = await findings.problems()
+    assert "1 file" in problem
+    assert "run/bad (damaged)" in problem
+    assert "--repair" in problem
+    assert (await findings.of([INO, InodeNumber(8)]))[INO].message == "shard 1 on node-2: cut"
+    findings.note(INO, VID, b"run/bad", FileReport(INO, 10), deep=False)
+    assert await findings.problems(), "a shallower look proves nothing"
+    findings.note(INO, VID, b"run/bad", FileReport(INO, 10), deep=True)
+    assert await findings.problems() == []
+    for now in (NEWER, None):
+        current[INO] = VID
+        findings.note(INO, VID, b"", wrong(), deep=False)
+        assert await findings.problems()
+        current.pop(INO)
+        if now:
+            current[INO] = now
+        assert await findings.problems() == []
+    current[INO] = VID
+    findings.note(INO, VID, b"", FileReport(INO, 10, damaged=[1], is_protected=False), deep=False)
+    assert await findings.problems() == [], "that it is damaged is its state"
