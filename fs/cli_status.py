@@ -147,7 +147,7 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
         tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"
     if document["state"] == "unreachable":
         away = ", ".join(document["away"])
-        tail = f": start {away}, which have its bytes{tail}" if away else f": the nodes that had its bytes left the cluster{tail}"
+        tail = f": start {away}: the bytes are there{tail}" if away else f": the nodes that had its bytes left the cluster{tail}"
     elif document["away"]:
         tail += f"; away: {', '.join(document['away'])}"
     size, unknown = human_bytes(document["bytes"]), document.get("sizes_unknown", 0)

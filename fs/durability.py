@@ -34,8 +34,9 @@ class Durability:
         parity than the stores there are now could have), "unreachable" (no node that has the bytes answers), "damaged" (not
         protected, and its segment is not what was hashed) or "lost".
         `protected_m` is 0 for what isn't protected. `prefix_bytes`: so much of a file that is being written is protected, and
-        read while its node is away. `bytes` is None of a file that is being written on a node that is away, if nothing of it was
-        ever closed. `away`: the nodes that have bytes or shards of it and do not answer; no node that was lost or removed.
+        read while its node is away. `bytes` is None of a file that is being written on another node: that node's attributes
+        have it; if it is away, as of the last close, and None if there was none. `away`: the nodes that have bytes or shards of
+        it and do not answer; no node that was lost or removed.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -93,7 +94,7 @@ class Durability:
 
     @staticmethod
     def _last_size(inode: Inode, version: Version, live: set[StoreId]) -> int | None:
-        return inode.size if inode.size or version.home in live else None
+        return None if version.home in live or not inode.size else inode.size
 
     async def _shown(self, ino: InodeNumber, inode: Inode) -> tuple[Inode, Version | None]:
         """The version that is being written, else the current one; None if the inode names one that isn't there any more."""

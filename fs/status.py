@@ -309,7 +309,7 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
                 survives, home = fact.get("protected_m") or 0, fact.get("home", "")
                 prefix_bytes = fact.get("prefix_bytes", 0)
                 away, last = tuple(fact.get("away", ())), fact.get("bytes", size)
-                known = last is not None or size > 0
+                known = last is not None or size > 0 or fact["state"] != "unreachable"
                 last = size if last is None else last
                 found.append(FileStanding(path, fact["state"], survives, last, home, prefix_bytes, away, known))
     return found

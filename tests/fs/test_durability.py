@@ -111,6 +111,7 @@ async def test_the_nodes_that_are_away_are_named_and_no_size_is_made_up(cluster:
     ino, _ = await cluster.open_file(b"open")
     fact = await cluster.fact(ino, gone={0})
     assert (fact["state"], fact["bytes"], fact["away"]) == ("unreachable", None, ["node-0"])
+    assert (await cluster.fact(ino))["bytes"] is None, "written on another node: its attributes say"
     ino = await cluster.protected_file(b"file", STORES)
     assert (await cluster.fact(ino))["away"] == []
     assert (await cluster.fact(ino, gone={4, 5}))["away"] == ["node-4", "node-5"]

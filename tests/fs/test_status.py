@@ -139,7 +139,7 @@ def test_an_unreachable_file_names_the_nodes_to_start() -> None:
     files = [FileStanding("d/a", "unreachable", 0, 0, "node-1", 0, ("node-1", "node-4"), False)]
     document = PathStanding("d/a", files).as_json()
     assert (document["away"], document["sizes_unknown"]) == (["node-1", "node-4"], 1)
-    assert _path_text(document) == "unreachable: size unknown: start node-1, node-4, which have its bytes"
+    assert _path_text(document) == "unreachable: size unknown: start node-1, node-4: the bytes are there"
     files.append(FileStanding("d/b", "degraded", 1, 1024, "node-2", 0, ("node-5",)))
     assert "1.0 KiB and 1 of unknown size in 2 files: start node-1, node-4, node-5" in str(
         _path_text(PathStanding("d", files).as_json())
