@@ -195,8 +195,11 @@ class ShardStore:
         return ShardStoreStatistics(held, len(writers), promised, self.free_bytes(), failed, obstacle)
 
     def free_bytes(self) -> int:
-        """Bytes that shards may still take: free space without the reserve and without what is promised; at least 0."""
+        """Bytes that shards may still take: free space without the reserve and without what is promised; at least 0. A drive that
+        failed takes none: placement passes it over as it does a full one."""
         with self._lock:
+            if self._failed:
+                return 0
             promised = sum(writer.promised_bytes for writer in self._writers.values())
         return max(0, self._free_bytes() - self._reserve_bytes - promised)
 
@@ -280,6 +283,8 @@ class ShardStore:
 
     def _free_bytes_of_file_system(self) -> int:
         status = os.statvfs(self._directory)
+        if status.f_flag & os.ST_RDONLY:
+            return 0
         return status.f_bavail * status.f_frsize
 
     def _reserve(self, writer: "ShardWriter", needed_bytes: int) -> None:

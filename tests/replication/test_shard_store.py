@@ -374,6 +374,7 @@ def test_a_failed_sync_is_final_for_the_store(store: ShardStore, monkeypatch: py
     with pytest.raises(ShardNotFound):
         store.open(VID, 1)
     assert "Input/output error" in store.statistics().failed
+    assert store.free_bytes() == 0
 
 
 @pytest.mark.parametrize("what", ["a directory in place of the shard", "a file in place of the directory", "permission"])
