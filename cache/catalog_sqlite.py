@@ -34,6 +34,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 from zlib import crc32
 
@@ -54,8 +55,9 @@ from ckptfs.cache.catalog_kv import (
     TransactionResult,
     Unchanged,
 )
+from ckptfs.cache.drive_refusal import connect_read_only, refuses_writes
 from ckptfs.cache.errors import CatalogCompacted, CatalogFull, CatalogUnavailable, DamagedData, StoreError
-from ckptfs.cache.kept_descriptors import kept_descriptor
+from ckptfs.cache.kept_descriptors import kept_descriptor, open_existing
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
 from ckptfs.cache.reserve import hold_beyond_end, lacking_beyond_end, room_at
 from ckptfs.cache.sqlite_full import is_full
@@ -160,7 +162,7 @@ class SqliteCatalog:
         self.session = session
         self._reserve_bytes = reserve_bytes
         self._connection = guarded(path, lambda: _prepare(path))
-        self._wal = os.open(path + "-wal", os.O_RDWR | os.O_CLOEXEC)
+        self._wal = open_existing(path + "-wal")
         self._records = RecordCache(path)
         self._waiting_writer: sqlite3.Connection | None = None
         self._waiting_reader: sqlite3.Connection | None = None
@@ -496,7 +498,10 @@ class SqliteCatalog:
 
 def _connect(path: str) -> sqlite3.Connection:
     # Opening reads the file, and waits for another process that is opening it; a transaction of this connection never waits.
-    connection = sqlite3.connect(path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False)
+    if os.path.exists(path) and refuses_writes(os.path.dirname(os.path.abspath(path))):
+        connection = connect_read_only(Path(path))
+    else:
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")

@@ -4,10 +4,21 @@ SQLite's locks are POSIX locks, which a process loses when it closes *any* descr
 is never closed; a file that was removed meanwhile keeps its inode, so that no other file is taken for it.
 """
 
+import errno
 import os
 
 _kept: dict[tuple[int, int], int] = {}
 """By device and inode."""
+
+
+def open_existing(path: str) -> int:
+    """A descriptor for reading and, where the drive takes writes, for writing. Raises `OSError`."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def kept_descriptor(path: str) -> int:
@@ -15,5 +26,5 @@ def kept_descriptor(path: str) -> int:
     status = os.stat(path)
     identity = status.st_dev, status.st_ino
     if identity not in _kept:
-        _kept[identity] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _kept[identity] = open_existing(path)
     return _kept[identity]

@@ -16,11 +16,13 @@ when its first unprotected byte may have been written, wall time. `fh` is the nu
 whose last name is gone, else empty. `version` and `record` are the catalog's packed records of the version that is read and of
 the inode, as they were when it was opened.
 
-WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order.
+WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. On a drive that
+takes no writes any more it goes on in memory: then a killed process loses what was noted since.
 """
 
 import contextlib
 import enum
+import logging
 import sqlite3
 import time
 from collections import deque
@@ -28,12 +30,15 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfs.cache.drive_refusal import copy_in_memory, is_refusal, refuses_writes
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.kept_descriptors import kept_descriptor
 from ckptfs.cache.reserve import hold_beyond_end
 from ckptfs.cache.sqlite_files import first_damage, log_is_cut
 from ckptfs.cache.sqlite_full import is_full
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 RESERVE_BYTES = 1 << 20
@@ -156,7 +161,7 @@ def _no_room(path: Path) -> StoreError:
 
 
 class MountDatabase:
-    """The writer. Calls take some ten microseconds and never wait for a disk."""
+    """The writer. Calls take some ten microseconds and never wait for a disk. `in_memory`: the drive takes no writes any more."""
 
     def __init__(self, path: Path) -> None:
         """Open the database, making it if absent. Raises `DamagedData` for one that another may take the place of: damaged,
@@ -169,7 +174,11 @@ class MountDatabase:
         self._path = path
         self._owed: deque[tuple[str, Sequence[Sequence[object]]]] = deque()
         self._facts: dict[str, bytes] = {}
-        self._connection = _connect(path, read_only=False)
+        self.in_memory = False
+        if reason := refuses_writes(path.parent):
+            self._connection = self._copy_in_memory(reason)
+        else:
+            self._connection = _connect(path, read_only=False)
         try:
             tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables and "fact" not in tables:
@@ -206,19 +215,23 @@ class MountDatabase:
     def checkpoint(self) -> None:
         """Move the write-ahead log into the database. Waits for the disk: for a thread, on a connection of its own.
 
-        What a full drive has no room for stays in the log.
+        What a full drive has no room for, or one that failed does not take, stays in the log.
         """
+        if self.in_memory:
+            return
         with contextlib.closing(_connect(self._path, read_only=False)) as connection:
             try:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.OperationalError as error:
-                if not is_full(error):
+                if not is_full(error) and not is_refusal(error):
                     raise
 
     def hold_room(self) -> None:
         """Have room for what is written down on a full drive; blocks shortly: for a thread. Raises `OSError` for a broken one."""
-        with open(f"{self._path}-wal", "r+b") as log:
-            hold_beyond_end(log.fileno(), RESERVE_BYTES)
+        if self.in_memory:
+            return
+        with open(f"{self._path}-wal", "r+b") as wal:
+            hold_beyond_end(wal.fileno(), RESERVE_BYTES)
         for path in (f"{self._path}-shm", str(self._path)):
             hold_beyond_end(kept_descriptor(path), RESERVE_BYTES // 4)
 
@@ -302,11 +315,30 @@ class MountDatabase:
             try:
                 self._execute_many(statement, rows)
             except sqlite3.OperationalError as error:
-                if not is_full(error):
+                if is_full(error):
+                    return False
+                if self.in_memory or not is_refusal(error):
                     raise
-                return False
+                file, self._connection = self._connection, self._copy_in_memory(str(error))
+                file.close()
+                continue
             self._owed.popleft()
         return True
+
+    def _copy_in_memory(self, reason: str) -> sqlite3.Connection:
+        """Raises `DamagedData` where not even that can be read: then what programs have open is not known any more."""
+        try:
+            memory = copy_in_memory(self._path)
+        except sqlite3.Error as error:
+            raise DamagedData(f"the drive of {self._path} takes no writes ({reason}) and it can't be read ({error})") from None
+        self.in_memory = True
+        log.error(
+            "mount_db_in_memory path=%s reason=%s: the drive takes no writes; reading goes on, files opened from now on are not"
+            " known after a kill of the mount process; copy away what is not protected, then repair or replace the drive",
+            self._path,
+            reason,
+        )
+        return memory
 
     def _owe(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
         self._owed.append((statement, rows))

@@ -41,7 +41,7 @@ from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import protection_problems
 from ckptfs.fs.verify_findings import VerifyFindings
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
-from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace
+from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, CopyRefused
 from ckptfs.replication.stripe_reader import ContentDamaged
 from ckptfs.replication.verify_report import FileReport
 
@@ -97,6 +97,8 @@ class AgentRequests:
             return _no("gone", str(error) or "no such file")
         except (ShardDamaged, ContentDamaged) as error:
             return _no("damaged", str(error))
+        except CopyRefused as error:
+            return _no("refused", str(error))
         except CopyFull as error:
             return _no("full", str(error))
         except (CopyFailed, CacheError, OSError) as error:

@@ -61,7 +61,8 @@ def death_logged(run: Path, role: str) -> Iterator[None]:
 def end_for_good(run: Path, role: str, reason: str) -> NoReturn:
     """End this process at once, and with it the node. For the moments before anything depends on it."""
     logging.getLogger(role).critical("process_gave_up reason=%s", reason)
-    (run / f"{role}.failed").write_text(f"{reason}\n")
+    with contextlib.suppress(OSError):
+        (run / f"{role}.failed").write_text(f"{reason}\n")
     os._exit(FOR_GOOD_STATUS)
 
 

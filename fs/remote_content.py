@@ -107,6 +107,8 @@ class RemoteContent:
                     raise ContentGone(message)
                 if answer.get("error") == "full":
                     raise OSError(errno.ENOSPC, message)
+                if answer.get("error") == "refused":
+                    raise OSError(errno.EROFS, message)
                 is_away = answer.get("error") == "unreachable"
                 may_pass = is_away and not (is_for_attributes and trio.current_time() < self._impatient_until)
             except NodeNotAnswering as error:

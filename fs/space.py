@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.drive_refusal import refuses_writes
 from ckptfs.cache.reserve import Reserve, room_at, share_of
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
@@ -74,6 +75,8 @@ class Space:
         self._look_at = 0.0
         self._room = room_at(store)
         self.shortage = ""
+        self.refusal = ""
+        """Why the store's drive takes no writes any more: a word of the system, or nothing."""
 
     def guarded(self, handlers: dict[int, Handler], was_carried_out: Callable[[int], bool]) -> dict[int, Handler]:
         """The handlers, those that make new names only while there is room, or `was_carried_out` knows the request's number."""
@@ -122,12 +125,19 @@ class Space:
 
     async def run(self) -> None:
         """Make whole what was given up, as soon as there is room, until cancelled."""
+        said = ""
         while True:
+            refusal = await trio.to_thread.run_sync(refuses_writes, self._store)
+            if refusal and not self.refusal:
+                log.error("store_takes_no_writes path=%s reason=%s", self._store, refusal)
+            self.refusal = refusal
             try:
-                await trio.to_thread.run_sync(self.mend)
+                if not refusal:
+                    await trio.to_thread.run_sync(self.mend)
                 self.look()
             except OSError as error:
-                log.warning("reserve_not_made error=%s", error)
+                if said != (said := str(error)):
+                    log.warning("reserve_not_made error=%s", error)
             await trio.sleep(MEND_SECONDS)
 
     def mend(self) -> None:

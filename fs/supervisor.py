@@ -22,6 +22,7 @@ from ckptfs import __version__
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.drive_refusal import refuses_writes
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
@@ -31,10 +32,11 @@ from ckptfs.fs.child import Child
 from ckptfs.fs.config import NodeConfig
 from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
 from ckptfs.fs.fuse_device import MountError
-from ckptfs.fs.mount_table import mounts_at, mounts_inside
+from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.process_start import FOR_GOOD_STATUS, is_ready, raise_descriptor_limit, remove_pid_file, start_log
+from ckptfs.fs.run_cover import cover_if_refused, uncover
 from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
 
@@ -45,6 +47,8 @@ RESTART_SECONDS_MAX = 5.0
 STABLE_SECONDS = 10.0
 """A process that lived this long died by accident: it is restarted at once."""
 STOP_SECONDS = 20.0
+GIVE_UP_SECONDS = 10.0
+"""For so long a mount process is tried on a drive that takes no writes: then programs are to have errors."""
 
 
 class Supervisor:
@@ -73,6 +77,10 @@ class Supervisor:
             self._lock = store.acquire() if handed is None else handed.lock
             held.callback(os.close, self._lock)
             start_log(config.log_directory, "supervisor")
+            self._run = store.run
+            held.callback(uncover, store.run)
+            if handed is None:
+                uncover(store.run)
             for left in store.run.glob("config-*.json"):  # of supervisors that were killed, and of an earlier release
                 left.unlink(missing_ok=True)
             self._reserve = store_reserve(store)
@@ -160,10 +168,13 @@ class Supervisor:
 
     async def _keep_running(self, role: str, scope: trio.CancelScope) -> None:
         delay_seconds = RESTART_SECONDS_MIN
+        unstable_since: float | None = None
         while True:
             started = trio.current_time()
             if role not in self._children:
                 make_room_to_start(self._reserve)
+                if cover_if_refused(self._run) and (other := self._children.get("agent" if role == "mount" else "mount")):
+                    other.kill()  # its socket lies under the cover; the next one makes it anew
                 self._children[role] = self._start(role)
             child = self._children[role]
             status = await child.reaped()
@@ -186,6 +197,15 @@ class Supervisor:
             log.error("process_ended role=%s status=%d: restarted", role, status)
             stable = trio.current_time() - started > STABLE_SECONDS
             delay_seconds = RESTART_SECONDS_MIN if stable else min(2 * delay_seconds, RESTART_SECONDS_MAX)
+            unstable_since = None if stable else unstable_since or started
+            hopeless = unstable_since is not None and trio.current_time() - unstable_since > GIVE_UP_SECONDS
+            if role == "mount" and hopeless and refuses_writes(self._config.store):
+                log.critical("mount_can_not_start: the store's drive takes no writes; programs get errors, not an endless wait")
+                for mounted in mounts_at(self._config.mountpoint):
+                    abort_connection(mounted)
+                self._ended_for_good = role
+                scope.cancel()
+                return
             await trio.sleep(delay_seconds)
 
     async def _stop(self) -> None:

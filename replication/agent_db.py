@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfs.cache.drive_refusal import copy_in_memory, refuses_writes
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import Vid
 from ckptfs.cache.sqlite_full import is_full
@@ -47,22 +48,31 @@ class AgentDatabase:
         self._lock = threading.Lock()
         existed = path.exists()
         try:
-            self._database = self._open(path)
+            if existed and refuses_writes(path.parent):  # its files say again what is noted now
+                self._database = self._prepare(copy_in_memory(path))
+            else:
+                self._database = self._open(path)
             self.made_anew = not existed
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of SQLite's own message
             if isinstance(error, sqlite3.Error) and is_full(error):
                 raise StoreError(
                     f"{path}: no space is left on its file system; the node needs a little to start: free some"
                 ) from None
-            for suffix in ("", "-wal", "-shm"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{path}{suffix}")
-            self._database = self._open(path)
+            if refuses_writes(path.parent):
+                self._database = self._open(Path(":memory:"))
+            else:
+                for suffix in ("", "-wal", "-shm"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(f"{path}{suffix}")
+                self._database = self._open(path)
             self.made_anew = True
 
+    @classmethod
+    def _open(cls, path: Path) -> sqlite3.Connection:
+        return cls._prepare(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+
     @staticmethod
-    def _open(path: Path) -> sqlite3.Connection:
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    def _prepare(database: sqlite3.Connection) -> sqlite3.Connection:
         try:
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=NORMAL")

@@ -49,9 +49,15 @@ class CopyFull(CopyFailed):
     """The local copy can't be made or go on: no space is left on the store's drive."""
 
 
+class CopyRefused(CopyFull):
+    """As `CopyFull`, because the store's drive takes no writes any more."""
+
+
 def copy_error(message: str, error: OSError) -> CopyFailed:
     """The error of this room for one of the file system's."""
     kind = CopyFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else CopyFailed
+    if error.errno in (errno.EROFS, errno.EIO):
+        kind = CopyRefused
     return kind(f"{message}: {error.strerror}")
 
 

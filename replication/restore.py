@@ -323,7 +323,11 @@ class Restorer:
         if trio.current_time() < self._full_until_seconds:
             return False
         missing = await self._in_thread(self._copies.missing_bytes, vid, version.size)
-        return not missing or await self.make_room(missing, spare=vid)
+        try:
+            return not missing or await self.make_room(missing, spare=vid)
+        except OSError as error:
+            logger.warning("copies-not-released error=%s", error)
+            return False
 
     def _go_without_copy(self, vid: Vid) -> None:
         """The drive ran full while a copy was being made: no copy grows for a while. What there is of it goes when its time has

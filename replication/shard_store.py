@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptfs.cache.checksum import Buffer, cell_hash
+from ckptfs.cache.drive_refusal import refuses_writes
 from ckptfs.cache.ids import ID_SIZE, Vid
 from ckptfs.replication import shard_format
 from ckptfs.replication.agent_db import AgentDatabase, Held, HeldShard
@@ -113,6 +114,8 @@ class ShardStore:
         self._obstacle = ""
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         self._made = set(os.listdir(self._directory))
+        if reason := refuses_writes(self._directory):
+            self._failed = f"the drive under {self._directory} takes no writes: {reason}; repair or replace it"
 
     def begin(self, header: ShardHeader) -> "ShardWriter":
         """A writer for this shard, which goes on where an earlier one stopped: see `ShardWriter.resume_stripe`. A complete
@@ -239,6 +242,8 @@ class ShardStore:
     def remove_stale_partials(self, age_seconds_max: float = PARTIAL_AGE_SECONDS_MAX) -> int:
         """Remove partial files that nobody writes: those untouched for that long, and those no put can go on with."""
         removed = 0
+        if self._failed:
+            return removed
         for path in list(self._names()):
             if not path.endswith(PARTIAL):
                 continue

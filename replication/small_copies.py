@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfs.cache.checksum import Buffer, cell_hash, content_root
+from ckptfs.cache.drive_refusal import connect_read_only, refuses_writes
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.cache.sqlite_files import ASIDE, first_damage, is_damage, log_is_cut, readable_rows, set_aside, were_set_aside
@@ -100,8 +101,9 @@ def _is_right(vid: object, root: object, size: object, content: object) -> bool:
 
 def _open(path: Path) -> sqlite3.Connection:
     """The database, made if absent. Raises `DamagedData`, and `StoreError` for one that isn't ours or can't be opened."""
+    refused = path.exists() and refuses_writes(path.parent)
     try:
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        database = connect_read_only(path) if refused else sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             database.text_factory = bytes
             found = database.execute("PRAGMA user_version").fetchone()[0]
@@ -110,12 +112,13 @@ def _open(path: Path) -> sqlite3.Connection:
                 raise StoreError(f"{path} has format {found}, this program reads {FORMAT_VERSION}; nothing was changed")
             if tables and b"copies" not in tables:
                 raise StoreError(f"{path} is a database of something else; nothing was changed: move it away")
-            database.execute("PRAGMA journal_mode=WAL")
+            if not refused:
+                database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=FULL")
             database.execute("PRAGMA cache_size=-2048")
             if path.stat().st_size <= CHECKED_BYTES_MAX and (damage := first_damage(database)):
                 raise DamagedData(damage)
-            if not tables or not found:
+            if (not tables or not found) and not refused:
                 database.execute("BEGIN IMMEDIATE")
                 database.execute(_TABLE)
                 database.execute(f"PRAGMA user_version={FORMAT_VERSION}")
