@@ -425,8 +425,8 @@ class MountProcess:
             problems.append(
                 f"READ-ONLY, programs get EROFS or EIO when they save: the drive of the store ({self._store.path}) takes no"
                 f" writes any more ({self._space.refusal or 'it failed'}; the kernel's log says why). What is protected is safe"
-                " on other nodes, and files can be read here; what is not, only this drive has: copy it away, stop the node, repair"
-                " or replace the drive, and start again"
+                " on other nodes, and files can be read here; what is not, only this drive has: copy it away, stop the node,"
+                " repair or replace the drive, and start again"
             )
         if self._space.shortage:
             problems.append(f"FULL, programs get ENOSPC: {self._space.shortage}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import logging
 import logging.handlers
 import os
@@ -25,19 +26,27 @@ LOG_FILES_KEPT = 3
 def start_log(directory: Path, role: str) -> None:
     """Log to `<directory>/<role>.log`, rotated; warnings and errors are things an operator must see.
 
-    Raises `ConfigurationError` where no log can be written.
+    A drive that takes no writes is not to end a mount or agent, which go on there: those log to standard error then. Raises
+    `ConfigurationError` where no log can be written.
     """
     path = directory / f"{role}.log"
+    handler: logging.Handler
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_SIZE_BYTES_MAX, backupCount=LOG_FILES_KEPT)
     except OSError as error:
-        raise ConfigurationError(f"node.log_directory: {path} can't be written: {error.strerror}; nothing was mounted") from None
+        if role == "supervisor" or error.errno not in (errno.EROFS, errno.EIO):
+            raise _no_log(path, error) from None
+        handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+def _no_log(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"node.log_directory: {path} can't be written: {error.strerror}; nothing was mounted")
 
 
 @contextlib.contextmanager
