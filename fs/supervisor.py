@@ -197,7 +197,8 @@ class Supervisor:
             log.error("process_ended role=%s status=%d: restarted", role, status)
             stable = trio.current_time() - started > STABLE_SECONDS
             delay_seconds = RESTART_SECONDS_MIN if stable else min(2 * delay_seconds, RESTART_SECONDS_MAX)
-            unstable_since = None if stable else unstable_since or started
+            died_by_itself = not stable and status != -signal.SIGKILL
+            unstable_since = (unstable_since or started) if died_by_itself else None
             hopeless = unstable_since is not None and trio.current_time() - unstable_since > GIVE_UP_SECONDS
             if role == "mount" and hopeless and refuses_writes(self._config.store):
                 log.critical("mount_can_not_start: the store's drive takes no writes; programs get errors, not an endless wait")
