@@ -186,10 +186,20 @@ def has_no_writer(descriptor: int) -> bool:
     """Whether nothing can write to the file at this moment: no descriptor open for writing, no mapping made from one.
 
     `descriptor` must be read-only. The kernel grants a read lease exactly then (fcntl(2), F_SETLEASE); it is given back at
-    once. RELEASE does not tell this: a shared writable mapping lives on after it.
+    once. RELEASE does not tell this: a shared writable mapping lives on after it. Whoever opens the file just then waits for the
+    moment, and has the kernel send SIGIO, which this process must ignore.
     """
+    return _is_granted(descriptor, fcntl.F_RDLCK)
+
+
+def has_no_other_user(descriptor: int) -> bool:
+    """As `has_no_writer`, for readers too: nothing but this one descriptor has the file open or mapped."""
+    return _is_granted(descriptor, fcntl.F_WRLCK)
+
+
+def _is_granted(descriptor: int, lease: int) -> bool:
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, lease)
     except OSError as error:
         if error.errno == errno.EAGAIN:
             return False

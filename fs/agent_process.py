@@ -26,6 +26,7 @@ from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.process_start import (
     death_logged,
     die_with_parent,
+    ignore_broken_leases,
     is_ready,
     raise_descriptor_limit,
     start_log,
@@ -148,6 +149,7 @@ def main() -> None:
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "agent")
     raise_descriptor_limit()
+    ignore_broken_leases()
     run_directory = config.store / "run"
     with death_logged(run_directory, "agent"):
         write_pid_file(run_directory, "agent")

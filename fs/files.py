@@ -511,8 +511,12 @@ class FileOperations:
 
     async def release(self, header: RequestHeader, body: memoryview) -> bytes:
         handle = self._open_files.handle(fuse.RELEASE_IN.unpack_from(body)[0])
-        if handle is None:
-            return b""  # let go before, by an earlier daemon
+        if handle is not None:  # else let go before, by an earlier process
+            await self.let_go(handle)
+        return b""
+
+    async def let_go(self, handle: Handle) -> None:
+        """The kernel has no use for the handle any more."""
         file = handle.file
         self._open_files.close_handle(handle)
         if not file.handles:
@@ -526,7 +530,6 @@ class FileOperations:
                 await self._destroy(file)
             elif file.state is not FileState.OPEN:
                 self._open_files.drop(file)
-        return b""
 
     async def fsync(self, header: RequestHeader, body: memoryview) -> bytes:
         file = self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file

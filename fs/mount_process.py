@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,11 +45,12 @@ from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
 from ckptfs.fs.names import NameOperations
-from ckptfs.fs.open_files import OpenFiles
+from ckptfs.fs.open_files import Handle, OpenFiles
 from ckptfs.fs.process_start import (
     death_logged,
     die_with_parent,
     end_for_good,
+    ignore_broken_leases,
     is_ready,
     raise_descriptor_limit,
     start_log,
@@ -241,7 +243,7 @@ class MountProcess:
             nursery.start_soon(self._wake_agent, False)
             nursery.start_soon(self._sweep.run)
             nursery.start_soon(self._release.run)
-            nursery.start_soon(self._let_go_of_earlier, repeats)
+            nursery.start_soon(self._let_go_of_earlier, repeats, files.let_go)
             nursery.start_soon(self._try_passthrough, open_files)
             await nursery.start(serve, store.mount_socket, self.answer)
             is_ready(store.run, "mount")
@@ -285,11 +287,11 @@ class MountProcess:
             end_for_good(self._store.run, "mount", f'mount.passthrough is "on", but {reason}; "auto" would serve')
         log.warning("lane=served reason=%s", reason)
 
-    async def _let_go_of_earlier(self, repeats: Repeats) -> None:
+    async def _let_go_of_earlier(self, repeats: Repeats, let_go: Callable[[Handle], Awaitable[None]]) -> None:
         """What an earlier process left for requests that come again, once all of them have come."""
         await self._session.caught_up.wait()
         repeats.all_repeated()
-        await close_ghosts(self._open_files, self._settler)
+        await close_ghosts(self._open_files, let_go)
 
     async def _end_on_signal(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM) as signals:
@@ -468,6 +470,7 @@ def main() -> None:
     config = load_handed_config(Path(config_path))
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()
+    ignore_broken_leases()
     run_directory = config.store / "run"
     with death_logged(run_directory, "mount"):
         process = MountProcess(config, int(device), int(incarnation))

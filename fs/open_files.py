@@ -278,9 +278,9 @@ class OpenFiles:
         file.handles += 1
         file.writers += writable
 
-    def restored_writers(self) -> list[Handle]:
-        """The handles for writing that an earlier daemon gave out and nobody has released since."""
-        return [handle for handle in self._handles.values() if handle.restored and handle.writable]
+    def restored(self) -> list[Handle]:
+        """The handles that an earlier process gave out and nobody has released since."""
+        return [handle for handle in self._handles.values() if handle.restored]
 
     def close_handle(self, handle: Handle) -> None:
         """The kernel let the handle go. With the last one the lane ends and the backing id is given back."""

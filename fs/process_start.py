@@ -95,6 +95,12 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
+def ignore_broken_leases() -> None:
+    """A program that opens a file in the moment of a lease test (`segments.has_no_writer`) breaks the lease; the signal that says
+    so would end this process."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Be killed when the process that started this one ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -327,13 +327,33 @@ async def test_a_handle_the_kernel_never_got_does_not_keep_its_file_open(
     node = await _killed(start_node, node)
     with open(node.segments.path_of(node.open_files.get(InodeNumber(ino)).segment), "ab"):  # a program that does have it open
         with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
-            await close_ghosts(node.open_files, node.settler)
-        assert len(node.open_files.restored_writers()) == 1
+            await close_ghosts(node.open_files, node.files.let_go)
+        assert len(node.open_files.restored()) == 1
     with trio.fail_after(60):
-        await close_ghosts(node.open_files, node.settler)
+        await close_ghosts(node.open_files, node.files.let_go)
     await node.settle()
     assert await node.state(ino) is VersionState.LOCAL
     assert await node.content(ino) == b"content"
+
+
+async def test_a_handle_for_reading_the_kernel_never_got_does_not_keep_a_removed_file(
+    start_node: StartNode, autojump_clock: trio.testing.MockClock
+) -> None:
+    node = await start_node()
+    ino = await node.save(b"file", b"content")
+    await node.open(ino)
+    (row,) = node.database.handles()
+    node.database.put_handle(row._replace(lane=Lane.PASSTHROUGH))
+    await node.unlink(b"file")
+    node = await _killed(start_node, node)
+    with open(node.segments.path_of(node.open_files.get(InodeNumber(ino)).segment), "rb"):  # another program
+        with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
+            await close_ghosts(node.open_files, node.files.let_go)
+        assert len(node.open_files.restored()) == 1
+    with trio.fail_after(60):
+        await close_ghosts(node.open_files, node.files.let_go)
+    await node.settle()
+    assert (node.segment_count(), node.database.files(), len(node.open_files)) == (0, [], 0)
 
 
 async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> None:

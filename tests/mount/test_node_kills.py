@@ -272,6 +272,20 @@ def test_an_agent_killed_again_and_again_leaves_files_alone(start_cluster: Any) 
     assert node.answers()
 
 
+@pytest.mark.parametrize("role", ["mount", "agent"])
+def test_a_program_that_breaks_a_lease_ends_nothing(start_cluster: Any, role: str) -> None:
+    """Opening a file for writing in the moment in which it is asked whether anybody writes it has the kernel send SIGIO."""
+    cluster: LocalCluster = start_cluster(1)
+    node = cluster.nodes[0]
+    before = node.processes.pids()
+    asked = before[role]
+    assert asked is not None
+    os.kill(asked, signal.SIGIO)
+    (node.mountpoint / "file").write_bytes(b"content")
+    _settle(node, node.mountpoint / "file")
+    assert node.processes.pids() == before
+
+
 def test_a_damaged_record_is_an_error_of_its_file_and_the_mount_lives(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.05)
     node = cluster.nodes[0]
