@@ -272,7 +272,7 @@ class FileOperations:
             exposed_ns = self._namespace.now_ns() if row is None else row.exposed_ns
             file = FileInUse(ino, state, vid, version.segment, descriptor, exposed_ns)
             if row is not None:
-                file.path_hint, file.backing_id = row.path_hint, row.backing_id
+                file.path_hint = row.path_hint  # not its backing id: on a full drive the row may still have one that was closed
             self._open_files.add(file)
         else:
             file.state, file.vid, file.segment, file.descriptor = state, vid, version.segment, descriptor
