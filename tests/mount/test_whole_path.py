@@ -65,6 +65,8 @@ def test_a_protected_file_outlives_its_writer_and_one_more_node(start_cluster: A
         "bytes": len(big) + 1000,
         "files": 2,
         "damaged": [],
+        "away": [],
+        "problems": [],
     }
     assert _json("verify", first / "run")["ok"]
 

@@ -114,7 +114,7 @@ async def test_bytes_that_changed_by_themselves_are_loud_and_never_protected(clu
     await until(lambda: node.running.replicator.statistics().segments_damaged >= 2)
     for one in (saved, small):
         assert (await node.version(one)).state is VersionState.LOCAL
-    assert "SegmentDamaged" in node.running.replicator.statistics().last_error
+    await until(lambda: "SegmentDamaged" in node.running.replicator.statistics().last_error)  # the catalog is told first
 
 
 async def test_a_holder_dies_in_the_middle_and_the_code_gets_smaller(cluster: Any) -> None:
