@@ -40,9 +40,9 @@ def flip(path: Path, offset: int) -> None:
 
 
 def copy_foreign(path: Path) -> None:
-    """Another shard of the same version is copied over it."""
-    others = [other for other in path.parents[3].glob(f"*/shards/*/{path.stem}.*") if other != path]
-    shutil.copyfile(others[0], path)
+    """Shard 0 of the same version is copied over it (not one that may have been damaged already)."""
+    (other,) = path.parents[3].glob(f"*/shards/*/{path.stem}.0*")
+    shutil.copyfile(other, path)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
