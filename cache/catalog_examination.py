@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
-from ckptfs.cache.catalog_sqlite import check_identity, guarded
+from ckptfs.cache.catalog_connection import check_identity, guarded
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.sqlite_files import first_damage
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.cache.catalog_connection import LAYOUT_VERSION
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_kv import Put
-from ckptfs.cache.catalog_sqlite import LAYOUT_VERSION, SqliteCatalog
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData, StoreError
 
 RECORDS = 400

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from ckptfs.cache import catalog_sqlite
+from ckptfs.cache import catalog_connection, catalog_maintenance, catalog_rows, catalog_sqlite
 from ckptfs.cache.catalog_format import FORMAT_KEY
 from ckptfs.cache.catalog_kv import Entry, Present, Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
@@ -77,7 +77,7 @@ async def test_a_newer_layout_is_refused(tmp_path: Path) -> None:
     kv = opened(tmp_path / "c.db")
     await kv.aclose()
     connection = sqlite3.connect(tmp_path / "c.db")
-    connection.execute(f"PRAGMA user_version={catalog_sqlite.LAYOUT_VERSION + 1}")
+    connection.execute(f"PRAGMA user_version={catalog_connection.LAYOUT_VERSION + 1}")
     connection.close()
     with pytest.raises(StoreError, match="upgrade"):
         opened(tmp_path / "c.db")
@@ -153,7 +153,7 @@ async def test_a_lock_held_by_another_does_not_hold_up_the_loop(tmp_path: Path) 
 
 async def test_a_lock_held_for_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = opened(tmp_path / "c.db")
-    monkeypatch.setattr(catalog_sqlite, "BUSY_SECONDS_MAX", 0.02)
+    monkeypatch.setattr(catalog_connection, "BUSY_SECONDS_MAX", 0.02)
     other = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(CatalogUnavailable, match="locked"):
@@ -197,17 +197,16 @@ async def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 async def test_the_log_is_checkpointed_and_trimmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_sqlite, "WAL_SIZE_BYTES_SOFT", 256 * 1024)
+    monkeypatch.setattr(catalog_maintenance, "WAL_SIZE_BYTES_SOFT", 256 * 1024)
     monkeypatch.setattr(catalog_sqlite, "WAL_LOOKED_AT_EVERY", 8)
-    monkeypatch.setattr(catalog_sqlite, "CHECKPOINT_INTERVAL_SECONDS_MIN", 0.0)
-    monkeypatch.setattr(catalog_sqlite, "LOG_REVISIONS_KEPT", 50)
-    monkeypatch.setattr(catalog_sqlite, "LOG_REVISIONS_TRIMMED_AT_ONCE", 20)
+    monkeypatch.setattr(catalog_maintenance, "CHECKPOINT_INTERVAL_SECONDS_MIN", 0.0)
+    monkeypatch.setattr(catalog_rows, "LOG_REVISIONS_KEPT", 50)
+    monkeypatch.setattr(catalog_rows, "LOG_REVISIONS_TRIMMED_AT_ONCE", 20)
     kv = opened(tmp_path / "c.db")
     for number in range(400):
         await kv.transact([], [Put(b"k/%d" % number, b"v" * 500)])
-    assert kv._maintenance is not None
     await trio.to_thread.run_sync(kv._maintenance.join)
-    kv._maintain()
+    kv._maintenance._maintain()
     assert kv.statistics().checkpoints >= 1
     assert kv.statistics().checkpoint_failures == 0
     assert os.path.getsize(tmp_path / "c.db-wal") < 256 * 1024
