@@ -35,6 +35,7 @@ from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability, Fact
+from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_session import FuseSession, Negotiated, not_servable
@@ -175,6 +176,9 @@ class MountProcess:
         )
         view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
         records = FileRecords(namespace, open_files, self._database)
+        content = FileContent(
+            namespace, versions, open_files, segments, self._database, view, elsewhere, reclaimer, store.store_id
+        )
         files = FileOperations(
             namespace,
             versions,
@@ -183,6 +187,7 @@ class MountProcess:
             self._database,
             view,
             records,
+            content,
             elsewhere,
             settler,
             growing,
@@ -193,7 +198,7 @@ class MountProcess:
         def was_carried_out(unique: int) -> bool:
             return repeats.was_carried_out(unique) or open_files.handle(unique) is not None
 
-        names = NameOperations(namespace, view, files, repeats)
+        names = NameOperations(namespace, view, content, files, repeats)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
@@ -215,7 +220,7 @@ class MountProcess:
         self._durability = Durability(namespace, versions, self._size_of)
         self._settings = settings
         recovery = MountRecovery(
-            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
+            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen
         )
         await recovery.run()
         await growing.begin()

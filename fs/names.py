@@ -15,6 +15,7 @@ from ckptfs.cache.namespace import DirectoryItem, Namespace
 from ckptfs.cache.rename import RenameFlags
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Handler
@@ -27,9 +28,12 @@ _NO_ENTRY = bytes(fuse.ENTRY_OUT.size + fuse.ATTRIBUTES.size)
 class NameOperations:
     """LOOKUP, MKNOD, MKDIR, SYMLINK, LINK, READLINK, UNLINK, RMDIR, RENAME, and directories read."""
 
-    def __init__(self, namespace: Namespace, view: AttributeView, files: FileOperations, repeats: Repeats) -> None:
+    def __init__(
+        self, namespace: Namespace, view: AttributeView, content: FileContent, files: FileOperations, repeats: Repeats
+    ) -> None:
         self._namespace = namespace
         self._view = view
+        self._content = content
         self._files = files
         self._once = repeats.once
         self._listings: dict[int, list[DirectoryItem]] = {}
@@ -77,7 +81,7 @@ class NameOperations:
         if stat.S_ISREG(fuse.MKNOD_IN.unpack_from(body)[0]):
             with contextlib.suppress(NoSuchName):
                 ino, _ = await self._namespace.lookup(InodeNumber(header.nodeid), bytes(body[fuse.MKNOD_IN.size : -1]))
-                if await self._files.drop_unfinished(ino):
+                if await self._content.drop_unfinished(ino):
                     return await self.mknod(header, body)
         return await self.made(fuse.MKNOD_IN.size, header, body)
 

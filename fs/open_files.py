@@ -314,6 +314,12 @@ class OpenFiles:
             file.write_descriptor = os.open(self._segments.path_of(file.segment), os.O_WRONLY | os.O_CLOEXEC)
         return file.write_descriptor
 
+    def truncate(self, file: FileInUse, size: int) -> None:
+        """Set the size of the file's segment. May block. Raises `OSError`."""
+        assert file.segment is not None
+        os.truncate(self._segments.path_of(file.segment), size)
+        file.generation += 1
+
     def close_evicted_copies(self) -> None:
         """Let go of local copies that have lost their names to make room; whoever reads on is given others."""
         for file in self._files.values():

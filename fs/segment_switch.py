@@ -1,7 +1,7 @@
 """A damaged segment gives way to a right one: made, checked and synced first, then named by one catalog transaction.
 
 Programs that have the old segment open keep it until they close, because in the passthrough lane the kernel reads it without
-asking; until then nobody else on this node can open the file, so that no program reads two contents of it (`FileOperations`).
+asking; until then nobody else on this node can open the file, so that no program reads two contents of it (`FileContent`).
 The old segment goes when nobody has it open: at once, or with a sweep (`segment_sweep`).
 
 A kill in between leaves either the old segment named, and the new one to the sweep, or the other way round.

@@ -30,6 +30,7 @@ from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
@@ -315,6 +316,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         )
         view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
         records = FileRecords(namespace, open_files, database)
+        content = FileContent(namespace, versions, open_files, segments, database, view, elsewhere, reclaimer, store.store_id)
         files = FileOperations(
             namespace,
             versions,
@@ -323,6 +325,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
             database,
             view,
             records,
+            content,
             elsewhere,
             settler,
             growing,
@@ -330,7 +333,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
             store.store_id,
         )
         recovery = MountRecovery(
-            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, files.reopen
+            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen
         )
         await recovery.run()
         await growing.begin()
@@ -348,7 +351,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 reclaimer,
                 holds,
                 files,
-                NameOperations(namespace, view, files, repeats),
+                NameOperations(namespace, view, content, files, repeats),
                 InodeOperations(namespace, view, records, files, repeats, store.path),
                 repeats,
                 uniques,
