@@ -1,7 +1,7 @@
 """The key-value interface every catalog engine offers. File-system meaning is written above it, once.
 
-An engine is linearizable: a transaction that returned is seen by every later read, on every node. Revisions are
-positive integers that grow by one with each successful transaction that changes something.
+An engine is linearizable: a transaction that returned is seen by every later read, on every node. Revisions are positive
+integers that grow with each successful transaction that changes something (and may with one whose operations change nothing).
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -60,9 +60,9 @@ class Delete(NamedTuple):
 
 Operation = Put | Delete
 
-COMPARES_MAX = 128
-OPERATIONS_MAX = 128
-"""Limits of one transaction, those of etcd; a key may appear once among the operations."""
+COMPARES_MAX = 120
+OPERATIONS_MAX = 120
+"""Limits of one transaction: etcd's 128, less what an engine adds; a key may appear once among the operations."""
 
 
 class TransactionResult(NamedTuple):

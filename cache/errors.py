@@ -21,6 +21,15 @@ class CatalogFull(CatalogUnavailable):
     """The catalog can't grow: no space is left on its file system. Reads, and changes that free space, go on."""
 
 
+class SessionEnded(CatalogUnavailable):
+    """The node's session in the catalog has ended: it was not renewed in time. What is open stays usable; the node returns with a
+    new session."""
+
+
+class CatalogReplaced(CatalogUnavailable):
+    """The catalog is another one than before, or was set back to an older state. Nothing may be collected or written by it."""
+
+
 class CatalogCompacted(CacheError):
     """The history a watch asked for is gone; the caller reloads in full."""
 

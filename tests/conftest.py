@@ -4,11 +4,15 @@ A mount that hangs can't be ended by killing who waits for it. So every wait her
 connection first, then unmounts, kills by recorded pid, and removes the directory; also when the test failed half-way.
 """
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,3 +192,71 @@ def free_mounts() -> None:
     for mounted in mounts():
         if f"{SCRATCH_PREFIX}{os.getpid()}-" in str(mounted.mountpoint):
             abort_connection(mounted)
+
+
+class EtcdServer:
+    """One etcd member of our own on loopback ports that were free; `pause` and `kill` it as you like."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        client, peer = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{client}"
+        self._command = ["etcd", "--name", "test", "--data-dir", str(directory / "data"), "--log-level", "error"]
+        self._command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
+        self._command += ["--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls"]
+        self._command += [f"http://127.0.0.1:{peer}", "--initial-cluster", f"test=http://127.0.0.1:{peer}"]
+        self.process = self.start()
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        with open(self.directory / "log", "ab") as output:
+            self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
+                    if json.load(answer)["health"] == "true":
+                        return self.process
+            except (OSError, ValueError):
+                assert self.process.poll() is None, (self.directory / "log").read_text()
+                assert time.monotonic() < deadline, "etcd did not come up in 30 s"
+                time.sleep(0.02)
+
+    def post(self, path: str, body: dict[str, object]) -> dict[str, object]:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, object] = json.load(answer)
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """One member, for all tests of a run; each takes a catalog of its own in it."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def make_etcd(tmp_path: Path) -> Iterator[Callable[[], EtcdServer]]:
+    """Starts members, each a cluster of its own, for a test that does something to them."""
+    started: list[EtcdServer] = []
+
+    def make() -> EtcdServer:
+        directory = tmp_path / f"etcd-{len(started)}"
+        directory.mkdir()
+        started.append(EtcdServer(directory))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.kill()

@@ -33,44 +33,56 @@ async def test_empty_catalog(kv: KeyValue) -> None:
     assert await kv.get(b"k") is None
     assert await kv.range(b"") == []
     assert await kv.count(b"") == 0
-    assert await kv.revision() == 0
 
 
 async def test_revisions_grow_by_one_with_each_change(kv: KeyValue) -> None:
-    assert await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"2")]) == (True, 1)
-    assert await kv.transact([], [Put(b"a", b"3")]) == (True, 2)
-    assert await kv.get(b"a") == Entry(b"a", b"3", 1, 2)
-    assert await kv.get(b"b") == Entry(b"b", b"2", 1, 1)
-    assert await kv.revision() == 2
+    base = await kv.revision()
+    assert await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"2")]) == (True, base + 1)
+    assert await kv.transact([], [Put(b"a", b"3")]) == (True, base + 2)
+    assert await kv.get(b"a") == Entry(b"a", b"3", base + 1, base + 2)
+    assert await kv.get(b"b") == Entry(b"b", b"2", base + 1, base + 1)
+    assert await kv.revision() == base + 2
 
 
-async def test_what_changes_nothing_takes_no_revision(kv: KeyValue) -> None:
-    await kv.transact([], [Put(b"a", b"1")])
-    assert await kv.transact([], []) == (True, 1)
-    assert await kv.transact([], [Delete(b"nothing")]) == (True, 1)
-    assert await kv.transact([Unchanged(b"a", 7)], [Put(b"a", b"2")]) == (False, 1)
-    assert await kv.revision() == 1
+async def test_what_is_refused_takes_no_revision(kv: KeyValue) -> None:
+    revision = (await kv.transact([], [Put(b"a", b"1")])).revision
+    assert await kv.transact([], []) == (True, revision)
+    assert await kv.transact([Unchanged(b"a", revision + 6)], [Put(b"a", b"2")]) == (False, revision)
+    assert await kv.revision() == revision
+
+
+async def test_what_changes_nothing_is_no_event(kv: KeyValue) -> None:
+    revision = (await kv.transact([], [Put(b"a", b"1")])).revision
+    assert (await kv.transact([], [Delete(b"nothing")])).succeeded
+    await kv.transact([], [Put(b"a", b"2")])
+    with trio.fail_after(5):
+        async with aclosing(kv.watch(revision)) as events:  # type: ignore[type-var]
+            ((event,),) = [await anext(events)]
+    assert (event.key, event.value) == (b"a", b"2")
 
 
 async def test_the_same_value_again_is_a_change(kv: KeyValue) -> None:
+    first = (await kv.transact([], [Put(b"a", b"1")])).revision
     await kv.transact([], [Put(b"a", b"1")])
-    await kv.transact([], [Put(b"a", b"1")])
-    assert await kv.get(b"a") == Entry(b"a", b"1", 1, 2)
+    assert await kv.get(b"a") == Entry(b"a", b"1", first, first + 1)
 
 
 async def test_a_key_that_comes_back_was_created_anew(kv: KeyValue) -> None:
     await kv.transact([], [Put(b"a", b"1")])
     await kv.transact([], [Delete(b"a")])
-    await kv.transact([], [Put(b"a", b"1")])
-    assert await kv.get(b"a") == Entry(b"a", b"1", 3, 3)
+    last = (await kv.transact([], [Put(b"a", b"1")])).revision
+    assert await kv.get(b"a") == Entry(b"a", b"1", last, last)
+
+
+ITS_REVISION = 1_000_000
 
 
 @pytest.mark.parametrize(
     ("compare", "holds"),
     [
-        (Unchanged(b"a", 1), True),
+        (Unchanged(b"a", ITS_REVISION), True),
         (Unchanged(b"a", 0), False),
-        (Unchanged(b"a", 2), False),
+        (Unchanged(b"a", ITS_REVISION + 1), False),
         (Unchanged(b"absent", 0), True),
         (Unchanged(b"absent", 1), False),
         (Present(b"a"), True),
@@ -83,19 +95,21 @@ async def test_a_key_that_comes_back_was_created_anew(kv: KeyValue) -> None:
     ],
 )
 async def test_compares(kv: KeyValue, compare: Compare, holds: bool) -> None:
-    await kv.transact([], [Put(b"a", b""), Put(b"p/x", b"")])
+    revision = (await kv.transact([], [Put(b"a", b""), Put(b"p/x", b"")])).revision
+    if isinstance(compare, Unchanged) and compare.mod_revision:
+        compare = Unchanged(compare.key, compare.mod_revision - ITS_REVISION + revision)
     result = await kv.transact([Present(b"a"), compare], [Put(b"done", b"")])
     assert result.succeeded is holds
     assert (await kv.get(b"done") is not None) is holds
 
 
 async def test_operations_apply_at_once_or_not_at_all(kv: KeyValue) -> None:
-    await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
-    refused = await kv.transact([Unchanged(b"a", 1), Unchanged(b"b", 9)], [Put(b"a", b"2"), Delete(b"b")])
+    revision = (await kv.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])).revision
+    refused = await kv.transact([Unchanged(b"a", revision), Unchanged(b"b", revision + 8)], [Put(b"a", b"2"), Delete(b"b")])
     assert not refused.succeeded
     assert [entry.value for entry in await kv.range(b"")] == [b"1", b"1"]
-    await kv.transact([Unchanged(b"a", 1), Unchanged(b"b", 1)], [Put(b"a", b"2"), Delete(b"b")])
-    assert await kv.range(b"") == [Entry(b"a", b"2", 1, 2)]
+    await kv.transact([Unchanged(b"a", revision), Unchanged(b"b", revision)], [Put(b"a", b"2"), Delete(b"b")])
+    assert await kv.range(b"") == [Entry(b"a", b"2", revision, revision + 1)]
 
 
 async def test_ranges(kv: KeyValue) -> None:
@@ -124,7 +138,7 @@ async def test_a_long_range_comes_whole(kv: KeyValue) -> None:
 
 
 async def test_limits_of_a_transaction(kv: KeyValue) -> None:
-    await kv.transact(
+    result = await kv.transact(
         [Unchanged(b"%d" % number, 0) for number in range(COMPARES_MAX)],
         [Put(b"%d" % number, b"") for number in range(OPERATIONS_MAX)],
     )
@@ -137,35 +151,35 @@ async def test_limits_of_a_transaction(kv: KeyValue) -> None:
         await kv.transact([], [Put(b"a", b""), Delete(b"a")])
     with pytest.raises(ValueError, match="session"):
         await kv.transact([], [Put(b"a", b"", bound_to_session=True)])
-    assert await kv.revision() == 1
+    assert await kv.revision() == result.revision
 
 
 async def test_binary_keys_and_values(kv: KeyValue) -> None:
     key, value = b"d/" + bytes(range(256)), bytes(range(256)) * 40
-    await kv.transact([], [Put(key, value), Put(b"empty", b"")])
-    assert await kv.range(b"d/") == [Entry(key, value, 1, 1)]
+    revision = (await kv.transact([], [Put(key, value), Put(b"empty", b"")])).revision
+    assert await kv.range(b"d/") == [Entry(key, value, revision, revision)]
     assert (await kv.range(b"empty"))[0].value == b""
 
 
 async def test_every_handle_sees_what_returned(open_catalog: OpenCatalog) -> None:
     one, two = open_catalog(), open_catalog()
-    await one.transact([], [Put(b"a", b"1")])
-    assert await two.get(b"a") == Entry(b"a", b"1", 1, 1)
-    assert (await two.transact([Unchanged(b"a", 1)], [Put(b"a", b"2")])).succeeded
-    assert not (await one.transact([Unchanged(b"a", 1)], [Put(b"a", b"3")])).succeeded
-    assert await one.revision() == await two.revision() == 2
+    first = (await one.transact([], [Put(b"a", b"1")])).revision
+    assert await two.get(b"a") == Entry(b"a", b"1", first, first)
+    assert (await two.transact([Unchanged(b"a", first)], [Put(b"a", b"2")])).succeeded
+    assert not (await one.transact([Unchanged(b"a", first)], [Put(b"a", b"3")])).succeeded
+    assert await one.revision() == await two.revision() == first + 1
 
 
 async def test_an_ended_session_takes_its_keys(open_catalog: OpenCatalog) -> None:
     one, two = open_catalog("one"), open_catalog("two")
     await one.transact([], [Put(b"l/1", b"1", bound_to_session=True), Put(b"stays", b"")])
     await two.transact([], [Put(b"l/2", b"2", bound_to_session=True), Put(b"l/3", b"2", bound_to_session=True)])
-    await two.transact([], [Put(b"l/3", b"unbound")])
+    revision = (await two.transact([], [Put(b"l/3", b"unbound")])).revision
     assert await one.end_session("two") == 1
     assert [entry.key for entry in await one.range(b"")] == [b"l/1", b"l/3", b"stays"]
-    assert await one.revision() == 4
+    assert await one.revision() == revision + 1
     assert await one.end_session("two") == 0
-    assert await one.revision() == 4
+    assert await one.revision() == revision + 1
 
 
 async def test_what_a_session_took_is_gone_for_every_reader(open_catalog: OpenCatalog) -> None:
@@ -182,25 +196,27 @@ async def test_what_a_session_took_is_gone_for_every_reader(open_catalog: OpenCa
 
 async def test_watch_gives_every_transaction_in_order(open_catalog: OpenCatalog) -> None:
     one, two = open_catalog(), open_catalog()
+    base = await one.revision()
     await one.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
     await one.transact([], [Delete(b"a"), Delete(b"nothing")])
     with trio.fail_after(5):
-        async with aclosing(one.watch(0)) as events:
-            assert await anext(events) == [Event(1, b"a", b"1"), Event(1, b"b", b"1")]
-            assert await anext(events) == [Event(2, b"a", None)]
+        async with aclosing(one.watch(base)) as events:
+            assert await anext(events) == [Event(base + 1, b"a", b"1"), Event(base + 1, b"b", b"1")]
+            assert await anext(events) == [Event(base + 2, b"a", None)]
             await two.transact([], [Put(b"c", b"")])
-            assert await anext(events) == [Event(3, b"c", b"")]
-        async with aclosing(two.watch(2)) as events:
-            assert await anext(events) == [Event(3, b"c", b"")]
+            assert await anext(events) == [Event(base + 3, b"c", b"")]
+        async with aclosing(two.watch(base + 2)) as events:
+            assert await anext(events) == [Event(base + 3, b"c", b"")]
 
 
 async def test_watch_waits_for_a_change(open_catalog: OpenCatalog, nursery: trio.Nursery) -> None:
     one, two = open_catalog(), open_catalog()
+    base = await one.revision()
     seen: list[list[Event]] = []
     arrived = trio.Event()
 
     async def listen() -> None:
-        async with aclosing(one.watch(0)) as events:
+        async with aclosing(one.watch(base)) as events:
             async for transaction in events:
                 seen.append(transaction)
                 arrived.set()
@@ -210,13 +226,14 @@ async def test_watch_waits_for_a_change(open_catalog: OpenCatalog, nursery: trio
     await two.transact([], [Put(b"a", b"")])
     with trio.fail_after(5):
         await arrived.wait()
-    assert seen == [[Event(1, b"a", b"")]]
+    assert seen == [[Event(base + 1, b"a", b"")]]
     await one.aclose()  # ends the watch, and with it the task
 
 
 async def test_watch_of_the_future_is_refused(kv: KeyValue) -> None:
-    with pytest.raises(CatalogCompacted, match="before 1"):
-        async with aclosing(kv.watch(1)) as events:  # type: ignore[type-var]
+    base = await kv.revision()
+    with pytest.raises(CatalogCompacted, match=f"before {base + 1}"):
+        async with aclosing(kv.watch(base + 1)) as events:  # type: ignore[type-var]
             await anext(events)
 
 
@@ -229,7 +246,7 @@ async def test_make_durable_returns(kv: KeyValue) -> None:
 
 async def test_counters_by_compare_and_set_lose_nothing(open_catalog: OpenCatalog) -> None:
     handles = [open_catalog() for _ in range(4)]
-    await handles[0].transact([], [Put(b"c", b"0")])
+    first = (await handles[0].transact([], [Put(b"c", b"0")])).revision
 
     async def count(kv: KeyValue) -> None:
         for _ in range(25):
@@ -247,7 +264,7 @@ async def test_counters_by_compare_and_set_lose_nothing(open_catalog: OpenCatalo
     entry = await handles[0].get(b"c")
     assert entry is not None
     assert entry.value == b"100"
-    assert entry.mod_revision == 101
+    assert entry.mod_revision == first + 100
 
 
 KEYS = (b"a", b"b", b"a/1", b"a/2", b"b/1", b"b/\xff")
@@ -284,24 +301,28 @@ async def test_any_history_is_what_a_mapping_says(
         holds = all(_holds(content, compare) for compare in shifted)
         result = await handles[number % 3 % 2].transact(shifted, operations)
         if holds:
-            revision = _apply(content, operations, revision)
+            changed = _apply(content, operations, result.revision)
+            # Operations that changed nothing may take a revision.
+            assert result.revision in ((revision + 1,) if changed else (revision, revision + bool(operations)))
+            revision = result.revision
         assert result == (holds, revision)
         for handle in handles:
             assert [await handle.get(key) for key in KEYS] == [content.get(key) for key in KEYS]
             for prefix in (b"", b"a", b"a/", b"b/"):
                 assert await handle.count(prefix) == sum(key.startswith(prefix) for key in content)
         assert await kv.range(b"") == [content[key] for key in sorted(content)]
+    await kv.transact([], [Put(b"end", b"")])
     replayed: dict[bytes, bytes] = {}
-    if revision > base:
-        async with aclosing(kv.watch(base)) as events:
-            async for transaction in events:
-                for event in transaction:
-                    if event.value is None:
-                        del replayed[event.key]
-                    else:
-                        replayed[event.key] = event.value
-                if transaction[0].revision == revision:
-                    break
+    async with aclosing(kv.watch(base)) as events:
+        async for transaction in events:
+            for event in transaction:
+                if event.value is None:
+                    del replayed[event.key]
+                else:
+                    replayed[event.key] = event.value
+            if transaction[-1].key == b"end":
+                break
+    assert replayed.pop(b"end") == b""
     assert replayed == {key: entry.value for key, entry in content.items()}
 
 
@@ -314,15 +335,13 @@ def _holds(content: dict[bytes, Entry], compare: Compare) -> bool:
     return compare.mod_revision == (entry.mod_revision if entry is not None else 0)
 
 
-def _apply(content: dict[bytes, Entry], operations: list[Operation], revision: int) -> int:
+def _apply(content: dict[bytes, Entry], operations: list[Operation], revision: int) -> bool:
     changes = [operation for operation in operations if isinstance(operation, Put) or operation.key in content]
-    if not changes:
-        return revision
     for operation in changes:
         if isinstance(operation, Put):
             before = content.get(operation.key)
-            created = revision + 1 if before is None else before.create_revision
-            content[operation.key] = Entry(operation.key, operation.value, created, revision + 1)
+            created = revision if before is None else before.create_revision
+            content[operation.key] = Entry(operation.key, operation.value, created, revision)
         else:
             del content[operation.key]
-    return revision + 1
+    return bool(changes)
