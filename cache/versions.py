@@ -249,8 +249,9 @@ class Versions:
 
         await repeated(attempt)
 
-    async def release_segment(self, vid: Vid) -> bool:
-        """Say that a protected version has no segment any more. False if it isn't protected, not at home here, or has none.
+    async def release_segment(self, vid: Vid, shards: Sequence[Shard]) -> bool:
+        """Say that a protected version has no segment any more. False if it isn't protected, not at home here, or has none; or
+        if its shards are not those the caller has seen to be right.
 
         The caller makes that durable before it unlinks the segment.
         """
@@ -261,6 +262,8 @@ class Versions:
                 return False
             version, revision = found
             if version.state is not VersionState.PROTECTED or version.home != self._writer.store or version.segment == NO_SEGMENT:
+                return False
+            if version.shards != list(shards):
                 return False
             released = version_step(vid, version, msgspec.structs.replace(version, segment=NO_SEGMENT, damaged=False))
             await commit(self.kv, [Unchanged(version_key(vid), revision)], [released])

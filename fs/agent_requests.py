@@ -17,6 +17,8 @@ log has it).
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
                                        `paths` (bytes, one for each inode) are for messages, and go as hints with shards that are
                                        made again
+    prove {vid}                        -> right, message: whether every shard of a protected version is right, hashed now where it
+                                       lies; what is not is made anew first
     findings {inos}                    -> findings: what verify found wrong with these files, asked by this node, and still is
     status {fresh, look}               -> see `_status`. `fresh`: the stores are asked anew; `look`: if that is soon done
 
@@ -81,6 +83,7 @@ class AgentRequests:
             "attributes": self._attributes,
             "read": self._read,
             "verify": self._verify,
+            "prove": self._prove,
             "findings": self._findings_of,
             "status": self._status,
         }
@@ -321,6 +324,21 @@ class AgentRequests:
             report.away.add(agent.members.name_of(inode.writer.store))
             report.add(f"only {agent.members.name_of(inode.writer.store)} has what is being written, and it is away")
         return report
+
+    async def _prove(self, request: Message) -> Message:
+        agent, vid = self._agent, Vid(bytes(request["vid"]))
+        version = await agent.versions.version(vid)
+        if version is None or version.state is not VersionState.PROTECTED:
+            raise Gone("this version was replaced or deleted meanwhile")
+        report = await agent.verifier.verify(version.ino, vid, version)
+        if report.damaged or report.missing:
+            report = await agent.repairer.repair(version.ino, vid, version, report)
+            log.warning("shards_not_right inode=%d repaired=%s: %s", version.ino, report.repaired, report.message)
+        if report.is_gone:
+            raise Gone(report.message)
+        self._findings.note(version.ino, vid, b"", report, deep=False)
+        wrong = report.damaged or report.missing or report.unreachable
+        return {"right": not wrong, "message": report.message}
 
     async def _current_vid(self, ino: InodeNumber) -> Vid | None:
         try:

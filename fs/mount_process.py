@@ -76,6 +76,10 @@ log = logging.getLogger(__name__)
 LIVE_STORES_SECONDS_MAX = 5.0
 """Half of what the command line waits for the mount's own answer."""
 
+PROVE_SECONDS_MAX = 3600.0
+"""How long the shards of the largest file may take to be read, and made anew where they are wrong; a dead agent breaks off at
+once."""
+
 CHECKPOINT_SECONDS = 5.0
 NEGOTIATED_FACT = "negotiated"
 INCARNATION_FACT = "incarnation"
@@ -236,6 +240,7 @@ class MountProcess:
             save_size,
             self._states,
             self._keep_free,
+            self._prove,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(settler.run)
@@ -384,6 +389,12 @@ class MountProcess:
             await self._agent.call({"do": "keep_free", "bytes": size_bytes})
         except NodeNotAnswering as error:
             log.info("copies_not_released error=%s", error)
+
+    async def _prove(self, vid: Vid) -> str:
+        """Why the shards of a protected version can't be relied on, or "": every holder has hashed its own again. Raises
+        `NodeNotAnswering`."""
+        answer = await self._agent.call({"do": "prove", "vid": vid}, timeout_seconds=PROVE_SECONDS_MAX)
+        return "" if answer.get("ok") and answer["right"] else str(answer.get("message") or "no reason was given")
 
     async def _live_stores(self) -> set[StoreId] | None:
         """The stores that answer the agent now; None while the agent doesn't answer."""

@@ -1,9 +1,11 @@
 """Segments of protected versions, released when the drive gets full: what was written longest ago goes first.
 
-The bytes of a protected version are in its shards, so its segment is a cache (R3). Released are only versions that would survive
-the loss of a failure domain as things stand, of files that nobody uses; they are read from their shards afterwards. Order: the
-catalog's fact that there is no segment, durable; then the unlink (R22). An unprotected byte is never released. Local copies of
-other nodes' files, which are the agent's, go before.
+The bytes of a protected version are in its shards, so its segment is a cache (R3); but shards rot unseen, and then it is what
+they are made anew from. So each version is *proved* before its segment goes: every holder reads its shard from the drive and
+hashes it, and what is wrong is made right first. Released are only versions all of whose shards are right now, and that would
+survive the loss of a failure domain, of files that nobody uses; they are read from their shards afterwards. Order: the catalog's
+fact that there is no segment, if the shards are still those that were proved, durable; then the unlink (R22). An unprotected byte
+is never released. Local copies of other nodes' files, which are the agent's, go before.
 
 Free is to be the reserve, and room for a save as large as the newest. Where that can't be had a warning says so before the save.
 """
@@ -22,6 +24,7 @@ from ckptfs.cache.reserve import room_at
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.durability import Fact
+from ckptfs.fs.local_socket import NodeNotAnswering
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 
@@ -32,6 +35,9 @@ NOTHING_FOUND_SECONDS = 30.0
 """After a walk over the catalog that found nothing to release."""
 
 BATCH_COUNT = 64
+PROVE_AGAIN_SECONDS = 300.0
+"""A version that could not be proved is not tried again sooner: its shards were read for nothing, and repaired in vain."""
+
 SAVE_ENDS_SECONDS = 30.0
 """A pause this long between two files that become local ends a save."""
 
@@ -62,7 +68,8 @@ class SaveSize:
 
 class SegmentRelease:
     """`run` releases until it is cancelled. `standing` answers as `Durability.states`, for inodes that exist; `keep_free` has the
-    agent release local copies until so many bytes are free."""
+    agent release local copies until so many bytes are free; `prove` has every holder of a protected version hash its shard and
+    gives the reason why the version's segment must stay, or "", or raises `NodeNotAnswering`."""
 
     def __init__(
         self,
@@ -76,6 +83,8 @@ class SegmentRelease:
         save_size: SaveSize,
         standing: Callable[[list[InodeNumber]], Awaitable[dict[int, Fact]]],
         keep_free: Callable[[int], Awaitable[None]],
+        prove: Callable[[Vid], Awaitable[str]],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._versions = versions
         self._segments = segments
@@ -87,6 +96,9 @@ class SegmentRelease:
         self._save_size = save_size
         self._standing = standing
         self._keep_free = keep_free
+        self._prove = prove
+        self._now = now
+        self._not_before: dict[Vid, float] = {}
         self._told_bytes = 0
         self.released_bytes = 0
         self.warning = ""
@@ -99,7 +111,7 @@ class SegmentRelease:
                 if self.wanted_bytes() > 0 and not await self.release():
                     pause_seconds = NOTHING_FOUND_SECONDS
                 self._warn()
-            except (CacheError, OSError) as error:
+            except (CacheError, OSError, NodeNotAnswering) as error:
                 log.warning("segments_not_released error=%s", error)
             await trio.sleep(pause_seconds)
 
@@ -122,7 +134,9 @@ class SegmentRelease:
     async def release(self) -> int:
         """Release what is wanted, as far as there is anything; returns how many segments."""
         count = 0
-        candidates = await self._oldest_first()
+        now = self._now()
+        self._not_before = {vid: at for vid, at in self._not_before.items() if at > now}
+        candidates = [item for item in await self._oldest_first() if item[0] not in self._not_before]
         for start in range(0, len(candidates), BATCH_COUNT):
             batch = candidates[start : start + BATCH_COUNT]
             facts = await self._standing([version.ino for _, version in batch])
@@ -131,6 +145,8 @@ class SegmentRelease:
                     return count
                 fact = facts.get(version.ino)
                 if fact is None or fact["state"] != "protected" or not fact["protected_m"]:
+                    continue
+                if self._open_files.get(version.ino) is not None or not await self._is_proved(vid, version):
                     continue
                 if await self._release(vid, version):
                     count += 1
@@ -146,13 +162,20 @@ class SegmentRelease:
 
         return await trio.to_thread.run_sync(sort)
 
+    async def _is_proved(self, vid: Vid, version: Version) -> bool:
+        reason = await self._prove(vid)
+        if reason:
+            self._not_before[vid] = self._now() + PROVE_AGAIN_SECONDS
+            log.warning("segment_kept inode=%d size=%d: its shards are not all right: %s", version.ino, version.size, reason)
+        return not reason
+
     async def _release(self, vid: Vid, version: Version) -> bool:
         async with self._open_files.alone(version.ino):
             if self._open_files.get(version.ino) is not None:
                 return False
             self._open_files.releasing.add(version.segment)  # whoever opens it from here on reads the shards
             try:
-                released = await self._versions.release_segment(vid)
+                released = await self._versions.release_segment(vid, version.shards)
             finally:
                 self._open_files.releasing.discard(version.segment)
         if not released:

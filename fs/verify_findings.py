@@ -16,7 +16,8 @@ WRONG = ("damaged", "missing", "lost")
 
 
 class Finding(NamedTuple):
-    """Of one version. `path` is relative to the mountpoint; `deep`: only as deep a look can show that it is right again."""
+    """Of one version. `path` is relative to the mountpoint, where it is known. `deep`: only as deep a look can show that it is
+    right again."""
 
     vid: Vid
     path: str
@@ -37,7 +38,8 @@ class VerifyFindings:
         before = self._findings.get(ino)
         if report.is_protected and report.result in WRONG:
             message = str(report.as_message()["message"])
-            self._findings[ino] = Finding(vid, path.decode(errors="replace"), report.result, message, deep)
+            name = path.decode(errors="replace") or f"a file (find MOUNTPOINT -inum {ino})"
+            self._findings[ino] = Finding(vid, name, report.result, message, deep)
             self._findings.move_to_end(ino)
             if len(self._findings) > FINDINGS_MAX:
                 self._findings.popitem(last=False)
@@ -62,7 +64,7 @@ class VerifyFindings:
         found = list((await self.of(list(self._findings))).values())
         if not found:
             return []
-        named = ", ".join(f"{finding.path or 'a file'} ({finding.result})" for finding in found[:SHOWN_MAX])
+        named = ", ".join(f"{finding.path} ({finding.result})" for finding in found[:SHOWN_MAX])
         more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
         files = "1 file" if len(found) == 1 else f"{len(found)} files"
         return [

@@ -1,15 +1,17 @@
 """Segments of protected versions are released, the oldest first, and only what would survive without them."""
 
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_format import NO_SEGMENT, Shard, ShardLayout
-from ckptfs.cache.ids import InodeNumber, NodeId, StoreId
+from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.reserve import Room
 from ckptfs.cache.store_registry import register_store
-from ckptfs.cache.versions import ProtectedCommit
+from ckptfs.cache.versions import ProtectedCommit, RepairedCommit
 from ckptfs.fs import segment_release as module
 from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 
@@ -40,10 +42,14 @@ async def protect(node: Any, ino: int) -> None:
 
 
 class Releasing:
-    """A node with files, and what releases their segments. `states` overrides how they stand."""
+    """A node with files, and what releases their segments. `states` overrides how they stand, `wrong` what is found of shards."""
 
     def __init__(self, node: Any, drive: Drive, reserve_fraction: float) -> None:
         self.states: dict[int, dict[str, Any]] = {}
+        self.wrong: dict[Vid, str] = {}
+        self.proved: list[Vid] = []
+        self.now = 0.0
+        self.while_proving: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.save_size = SaveSize(lambda: 0.0)
         self.release = SegmentRelease(
             node.versions,
@@ -56,6 +62,8 @@ class Releasing:
             self.save_size,
             self._standing,
             self._keep_free,
+            self._prove,
+            lambda: self.now,
         )
         self.told: list[int] = []
         self._node = node
@@ -63,6 +71,11 @@ class Releasing:
 
     async def _standing(self, inos: list[InodeNumber]) -> dict[int, dict[str, Any]]:
         return {ino: self.states.get(ino, {"state": "protected", "protected_m": 2}) for ino in inos}
+
+    async def _prove(self, vid: Vid) -> str:
+        self.proved.append(vid)
+        await self.while_proving()
+        return self.wrong.get(vid, "")
 
     async def _keep_free(self, size_bytes: int) -> None:
         self.told.append(size_bytes)
@@ -80,6 +93,12 @@ def releasing(node: Any, monkeypatch: pytest.MonkeyPatch) -> Releasing:
     drive = Drive(node)
     monkeypatch.setattr(module, "room_at", drive.room_at)
     return Releasing(node, drive, 0.25)
+
+
+async def vid_of(node: Any, ino: int) -> Vid:
+    vid = (await node.namespace.inode(InodeNumber(ino))).cur
+    assert vid is not None
+    return Vid(vid)
 
 
 async def saved(node: Any, count: int) -> list[int]:
@@ -112,6 +131,7 @@ async def test_what_is_not_safe_elsewhere_or_in_use_stays(node: Any, releasing: 
     fh = await node.open(inos[3])
     releasing.drive.others_mib = 900
     assert await releasing.release.release() == 1
+    assert releasing.proved == [await vid_of(node, inos[4])], "nothing is read for what can't go"
     assert [await releasing.has_segment(ino) for ino in inos] == [True, True, True, True, False]
     assert await node.read(fh) == b"content 3"
     await node.release(fh)
@@ -119,6 +139,49 @@ async def test_what_is_not_safe_elsewhere_or_in_use_stays(node: Any, releasing: 
     assert [await releasing.has_segment(ino) for ino in inos] == [True, True, True, False, False]
     assert await node.errno(node.content(inos[3])) == "EIO", "its shards are asked for, and no agent runs here"
     assert await node.content(inos[0]) == b"content 0"
+
+
+async def test_a_segment_stays_while_its_shards_are_not_all_right(
+    node: Any, releasing: Releasing, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = await saved(node, 2)
+    for ino in (first, second):
+        await protect(node, ino)
+    vid = await vid_of(node, second)
+    releasing.wrong[vid] = "shard 1 on n1: it is not the content"
+    releasing.drive.others_mib = 900
+    assert await releasing.release.release() == 1
+    assert [await releasing.has_segment(ino) for ino in (first, second)] == [False, True]
+    assert await node.content(second) == b"content 1"
+    assert "shard 1 on n1" in caplog.text
+    count = len(releasing.proved)
+    assert await releasing.release.release() == 0
+    assert len(releasing.proved) == count, "its shards are not read again and again"
+    releasing.wrong.clear()
+    releasing.now = module.PROVE_AGAIN_SECONDS
+    assert await releasing.release.release() == 1
+    assert not await releasing.has_segment(second)
+
+
+async def test_a_segment_stays_when_its_version_got_other_shards_than_were_proved(node: Any, releasing: Releasing) -> None:
+    (ino,) = await saved(node, 1)
+    await protect(node, ino)
+    vid = await vid_of(node, ino)
+
+    async def repair() -> None:
+        version = await node.versions.version(vid)
+        other = StoreId(bytes([9]) * 16)
+        revision = await register_store(node.kv, other, NodeId("n9"), "127.0.0.1:1", "/", {})
+        assert await node.versions.commit_repaired(
+            RepairedCommit(vid, version.shards, {0: Shard(other, version.root)}, {other: revision})
+        )
+
+    releasing.while_proving = repair
+    releasing.drive.others_mib = 900
+    assert await releasing.release.release() == 0
+    assert await releasing.has_segment(ino)
+    releasing.while_proving = trio.lowlevel.checkpoint
+    assert await releasing.release.release() == 1
 
 
 async def test_a_released_file_is_begun_anew_deleted_and_survives_a_restart(

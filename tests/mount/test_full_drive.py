@@ -223,6 +223,7 @@ def test_a_full_holder_gets_nothing_and_others_get_it(scratch: Path, make_drive:
 
 
 def test_the_oldest_protected_segments_make_room_for_the_next_save(scratch: Path, make_drive: Any) -> None:
+    """Also where every shard of one rotted unseen: its segment goes only after they were made anew from it."""
     cluster = LocalCluster(scratch / "cluster")
     cluster.prepare(3, ClusterSettings(data_shards=1, parity_shards=1, settle_seconds=0.05))
     node = cluster.nodes[0]
@@ -236,6 +237,11 @@ def test_the_oldest_protected_segments_make_room_for_the_next_save(scratch: Path
         path.write_bytes(content)
         protect(path)
         saves.append((path, content))
+        if number == 0:
+            for shard in [shard for one in cluster.nodes for shard in (one.store / "shards").glob("*/*")]:
+                with open(shard, "r+b") as file:
+                    file.seek(9 * MIB)
+                    file.write(b"rotten")
     space = status_of(node)["space"]
     assert space["segments_released_bytes"] >= 5 * 16 * MIB
     wait_for(lambda: room_at(node.store).free_bytes >= 60 * MIB, "room for half the drive, which is what such a save may get")
