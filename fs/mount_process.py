@@ -109,7 +109,8 @@ class MountProcess:
             create=False,
             reserve_bytes=catalog_reserve_bytes(config.catalog_path),
         )
-        self._space = Space(config.store, store_reserve(self._store), self._kv)
+        self._agent = LocalClient(self._store.agent_socket)
+        self._space = Space(config.store, store_reserve(self._store), self._kv, self._agent_has_started)
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
         self._agreed = trio.Event()
@@ -146,7 +147,6 @@ class MountProcess:
         segments = Segments(store.segments)
         may_pass, self._lane_reason = _may_pass_through(config)
         backing = BackingFiles(self._device) if may_pass else None
-        self._agent = LocalClient(store.agent_socket)
         remote = RemoteContent(self._agent)
         open_files = OpenFiles(self._database, segments, backing, self._backing_refused)
         reclaimer = Reclaimer(self._kv, segments, RemoteReaders(self._kv, self._live_stores))
@@ -349,6 +349,12 @@ class MountProcess:
             await self._agent.call({"do": "wake", "urgent": urgent})
         except NodeNotAnswering as error:
             log.info("agent_not_woken error=%s", error)
+
+    async def _agent_has_started(self) -> bool:
+        try:
+            return bool((await self._agent.call({"do": "ping"})).get("ok"))
+        except NodeNotAnswering:
+            return False
 
     async def answer(self, request: Message) -> Message:
         """One request on the node's mount socket."""

@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,20 @@ def make_room_to_start(reserve: Reserve) -> None:
 
 
 class Space:
-    """The mount's view of its drives. `run` mends what was given up; a message in `shortage` says why new names are refused."""
+    """The mount's view of its drives. `run` mends what was given up; a message in `shortage` says why new names are refused.
 
-    def __init__(self, store: Path, reserve: Reserve, kv: SqliteCatalog) -> None:
+    `all_started`: whether all of the node's processes have started. Until then the reserve is theirs."""
+
+    def __init__(self, store: Path, reserve: Reserve, kv: SqliteCatalog, all_started: Callable[[], Awaitable[bool]]) -> None:
         self._store = store
         self._reserve = reserve
         self._kv = kv
+        self._all_started = all_started
         self._catalog_directory = os.path.dirname(os.path.abspath(kv.path))
         self._catalog_lacks = 0
         self._look_at = 0.0
         self._room = room_at(store)
+        self._said = ""
         self.shortage = ""
         self.refusal = ""
         """Why the store's drive takes no writes any more: a word of the system, or nothing."""
@@ -125,20 +129,24 @@ class Space:
 
     async def run(self) -> None:
         """Make whole what was given up, as soon as there is room, until cancelled."""
-        said = ""
         while True:
-            refusal = await trio.to_thread.run_sync(refuses_writes, self._store)
-            if refusal and not self.refusal:
-                log.error("store_takes_no_writes path=%s reason=%s", self._store, refusal)
-            self.refusal = refusal
-            try:
-                if not refusal:
-                    await trio.to_thread.run_sync(self.mend)
-                self.look()
-            except OSError as error:
-                if said != (said := str(error)):
-                    log.warning("reserve_not_made error=%s", error)
+            await self.keep()
             await trio.sleep(MEND_SECONDS)
+
+    async def keep(self) -> None:
+        """Once: look at the drives, and make whole what was given up, unless a process that starts may need it."""
+        refusal = await trio.to_thread.run_sync(refuses_writes, self._store)
+        if refusal and not self.refusal:
+            log.error("store_takes_no_writes path=%s reason=%s", self._store, refusal)
+        self.refusal = refusal
+        try:
+            if not refusal and await self._all_started():
+                await trio.to_thread.run_sync(self.mend)
+            self.look()
+        except OSError as error:
+            if self._said != str(error):
+                self._said = str(error)
+                log.warning("reserve_not_made error=%s", error)
 
     def mend(self) -> None:
         """Blocks shortly. Raises `OSError` for a drive that is broken rather than full."""

@@ -38,17 +38,31 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
     return drive
 
 
+class Started:
+    """Whether the node's other processes have started."""
+
+    value = True
+
+    async def get(self) -> bool:
+        return self.value
+
+
+@pytest.fixture
+def started() -> Started:
+    return Started()
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> StoreDirectory:
     return StoreDirectory.create_or_open(tmp_path / "store", NodeId("n"))
 
 
 @pytest.fixture
-async def space(store: StoreDirectory, drive: Drive, tmp_path: Path) -> AsyncIterator[Space]:
+async def space(store: StoreDirectory, drive: Drive, tmp_path: Path, started: Started) -> AsyncIterator[Space]:
     kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label="test", reserve_bytes=MIB)
     reserve = Reserve(store.reserve, 2 * MIB)
     reserve.make()
-    yield Space(store.path, reserve, kv)
+    yield Space(store.path, reserve, kv, started.get)
     await kv.aclose()
 
 
@@ -82,6 +96,16 @@ async def test_what_the_reserve_lacks_is_not_for_new_names(space: Space, drive: 
     assert errno_of(space) == 0
     status = space.status()
     assert (status["reserve_bytes"], status["reserve_lacks_bytes"], status["catalog_reserve_lacks_bytes"]) == (2 * MIB, 0, 0)
+
+
+async def test_the_reserve_is_left_to_a_process_that_still_starts(space: Space, store: StoreDirectory, started: Started) -> None:
+    store.reserve.unlink()
+    started.value = False
+    await space.keep()
+    assert not store.reserve.exists()
+    started.value = True
+    await space.keep()
+    assert space.withheld_bytes() == 0
 
 
 async def test_only_what_makes_names_is_guarded(space: Space, drive: Drive) -> None:
