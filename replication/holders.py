@@ -16,7 +16,7 @@ from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient, PeerPo
 from ckptfs.replication.peer_server import Kept
 from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
-from ckptfs.replication.shard_store import VerifyResult
+from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.small_copies import SmallCopy
 from ckptfs.replication.striped_attempt import ShardSink
 from ckptfs.replication.transport import Transport

@@ -21,8 +21,10 @@ from ckptfs.replication.errors import (
 )
 from ckptfs.replication.segment_files import SegmentFiles, SegmentHashes, SegmentPaths, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.shard_readers import ShardReaders
-from ckptfs.replication.shard_store import ShardStore, ShardWriter, VerifyResult
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.shard_writer import ShardWriter
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
 
 Result = TypeVar("Result")

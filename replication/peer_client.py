@@ -61,7 +61,7 @@ from ckptfs.replication.peer_messages import (
 )
 from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
-from ckptfs.replication.shard_store import VerifyResult
+from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.small_copies import BATCH_COUNT_MAX, COPY_SIZE_MAX, SmallCopy
 from ckptfs.replication.transport import Transport
 

@@ -73,7 +73,8 @@ from ckptfs.replication.peer_messages import (
 from ckptfs.replication.segment_files import SegmentFiles, SegmentPaths
 from ckptfs.replication.shard_format import ShardHeader
 from ckptfs.replication.shard_readers import ShardReaders
-from ckptfs.replication.shard_store import ShardStore, ShardWriter
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.shard_writer import ShardWriter
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
 from ckptfs.replication.transport import Connection, Transport
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from ckptfs.cache.ids import Vid
 from ckptfs.replication.errors import ShardNotFound
 from ckptfs.replication.shard_format import ShardHeader
-from ckptfs.replication.shard_store import ShardReader, ShardStore
+from ckptfs.replication.shard_reader import ShardReader
+from ckptfs.replication.shard_store import ShardStore
 
 OPEN_COUNT_MAX = 64
 FOOTER_BYTES_MAX = 8 << 20

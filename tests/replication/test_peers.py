@@ -19,7 +19,8 @@ from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReaso
 from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient, PeerPool
 from ckptfs.replication.peer_server import PeerServer, PeerServerLimits
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
-from ckptfs.replication.shard_store import ShardStore, VerifyResult
+from ckptfs.replication.shard_reader import VerifyResult
+from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
 from ckptfs.replication.transport import PlainTransport
 

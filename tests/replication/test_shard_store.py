@@ -26,7 +26,8 @@ from ckptfs.replication.errors import (
     WriterRevoked,
 )
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
-from ckptfs.replication.shard_store import ShardStore, ShardWriter
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.shard_writer import ShardWriter
 
 VID = Vid(bytes(range(16)))
 HEADER = ShardHeader(VID, 1, 2, 1, 64, 64 * 7 + 10)

@@ -16,7 +16,7 @@ async def test_a_failed_drive_is_passed_over_like_a_full_one(cluster: Any) -> No
     node = cluster[0]
     before = await node.save("before", os.urandom(SIZE))
     await node.protected(before)  # the members' free space is known
-    cluster[5].running.shard_store._fail(OSError(errno.EIO, os.strerror(errno.EIO)), "shards/a")
+    cluster[5].running.shard_store.fail(OSError(errno.EIO, os.strerror(errno.EIO)), "shards/a")
     files = [await node.save(f"f{number}", os.urandom(SIZE + number)) for number in range(3)]
     await node.protected(*files)
     for saved in files:

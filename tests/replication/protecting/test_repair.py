@@ -21,7 +21,7 @@ from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.repair import Repairer
 from ckptfs.replication.shard_format import HEADER_SIZE, ShardFooter, ShardHeader
-from ckptfs.replication.shard_store import ShardReader
+from ckptfs.replication.shard_reader import ShardReader
 from ckptfs.replication.striped_attempt import ShardSink
 
 pytestmark = pytest.mark.slow
