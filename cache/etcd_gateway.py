@@ -26,6 +26,7 @@ import trio
 from ckptfs.cache.errors import CatalogFull, CatalogUnavailable, SessionEnded
 
 log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line a request
 
 WAIT_SECONDS_MAX = 30.0
 ATTEMPT_SECONDS_MAX = 5.0

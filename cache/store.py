@@ -132,7 +132,7 @@ class StoreDirectory:
             raise StoreError(f"{name} names no valid store id and node; restore it from a copy")
         return cls(path, StoreId(store_id), NodeId(node), cluster)
 
-    def join(self, cluster: bytes, catalog: Path) -> None:
+    def join(self, cluster: bytes, catalog: str) -> None:
         """Belong to this cluster from now on. Raises `StoreError` if the store belongs to another: `catalog` has names for other
         bytes than those that lie here."""
         if self.cluster is None:

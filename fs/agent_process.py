@@ -14,13 +14,14 @@ from pathlib import Path
 
 import trio
 
-from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.mount_db import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import session_label
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
+from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.process_start import (
@@ -32,7 +33,6 @@ from ckptfs.fs.process_start import (
     start_log,
     write_pid_file,
 )
-from ckptfs.fs.space import catalog_reserve_bytes
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.local_copies import CopyPlace
 from ckptfs.replication.peer_client import Mended
@@ -88,14 +88,9 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     codec = choose_codec(config.protection.codec)
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
-    kv = SqliteCatalog.open(
-        config.catalog_path,
-        writer_label=f"{config.node_id}/agent",
-        create=False,
-        reserve_bytes=catalog_reserve_bytes(config.catalog_path),
-    )
+    kv = open_catalog(config, "agent", session=session_label(store.store_id, incarnation) if config.etcd_place else None)
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
-    store.join(cluster.cluster, config.catalog_path)
+    store.join(cluster.cluster, config.node.catalog)
     mount = LocalClient(store.mount_socket)
     teller = MountTeller(mount)
     waiting = MountDatabaseReader(store.mount_db)

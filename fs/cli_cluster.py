@@ -37,11 +37,17 @@ def up(
     passthrough: Annotated[
         str | None, typer.Option("--passthrough", help="auto, on or off, for a new cluster.", show_default=False)
     ] = None,
+    catalog: Annotated[
+        str | None,
+        typer.Option(
+            "--catalog", help="etcd://HOST:PORT/NAME, for a new cluster; default: a SQLite file in DIR.", show_default=False
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start what is down, making the cluster first if there is none, and wait for all mounts."""
     cluster = LocalCluster(directory)
-    settings = ClusterSettings(data_shards=data_shards, parity_shards=parity_shards, passthrough=passthrough)
+    settings = ClusterSettings(data_shards=data_shards, parity_shards=parity_shards, passthrough=passthrough, catalog=catalog)
     started = cluster.up(nodes, settings)
     if as_json:
         print_json({"directory": str(cluster.directory), "started": [node.id for node in started], "nodes": _nodes(cluster)})

@@ -5,14 +5,19 @@ raise `ConfigurationError`, whose message names the file, the key and the way ou
 """
 
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from ckptfs.cache.ids import NodeId
 
 SQLITE_SCHEME = "sqlite:///"
+ETCD_SCHEMES = {"etcd://": "http", "etcds://": "https"}
+ETCD_PORT = 2379
+CATALOG_NAME = r"[A-Za-z0-9_-]{1,64}"
 
 
 class ConfigurationError(Exception):
@@ -57,6 +62,25 @@ class SpaceSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_fraction: float = 0.05
 
 
+class EtcdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[etcd]`: how a catalog on etcd is reached. Paths of PEM files."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    user: str = ""
+    password_file: str = ""
+    wait_seconds: float = 30.0
+
+
+class EtcdPlace(NamedTuple):
+    """What `etcd://host:port,host:port/name` says: the members' URLs, and which of their catalogs."""
+
+    urls: list[str]
+    name: str
+    is_secure: bool
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -64,6 +88,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protection: ProtectionSection = ProtectionSection()
     mount: MountSection = MountSection()
     space: SpaceSection = SpaceSection()
+    etcd: EtcdSection = EtcdSection()
 
     @property
     def node_id(self) -> NodeId:
@@ -78,7 +103,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.node.mountpoint)
 
     @property
+    def etcd_place(self) -> EtcdPlace | None:
+        """Where the catalog is, if it is on etcd."""
+        return etcd_place(self.node.catalog)
+
+    @property
     def catalog_path(self) -> Path:
+        """Where the catalog is, if it is a SQLite file."""
         return Path(self.node.catalog.removeprefix(SQLITE_SCHEME))
 
     @property
@@ -127,11 +158,27 @@ def _check(config: NodeConfig) -> None:
         os.path.commonpath([store, mountpoint]) not in (store, mountpoint),
         "node.store and node.mountpoint: neither may lie inside the other",
     )
+    place = config.etcd_place
     _require(
-        node.catalog.startswith(SQLITE_SCHEME + "/"),
-        f'node.catalog: must be "sqlite:////absolute/path" here, this is {node.catalog!r}',
+        place is not None or node.catalog.startswith(SQLITE_SCHEME + "/"),
+        f'node.catalog: must be "sqlite:////absolute/path" or "etcd://host:2379/name", this is {node.catalog!r}',
     )
-    for key, path in (("node.catalog", config.catalog_path), ("node.log_directory", config.log_directory)):
+    etcd = config.etcd
+    _require(
+        place is not None or etcd == EtcdSection(), "etcd: node.catalog is no etcd:// or etcds://: this section has no effect"
+    )
+    _require(
+        place is None or place.is_secure or not (etcd.ca or etcd.certificate or etcd.key),
+        "etcd: certificates are for etcds://; with etcd:// nothing is encrypted",
+    )
+    _require(bool(etcd.certificate) or not etcd.key, "etcd.key: the certificate it belongs to is missing")
+    _require(bool(etcd.user) == bool(etcd.password_file), "etcd.user and etcd.password_file: both or none")
+    _require(1 <= etcd.wait_seconds <= 600, "etcd.wait_seconds: 1 to 600")
+    for key in ("ca", "certificate", "key", "password_file"):
+        value = getattr(etcd, key)
+        _require(not value or os.path.isabs(value), f"etcd.{key}: an absolute path is needed, this is {value!r}")
+    on_drive = [] if place is not None else [("node.catalog", config.catalog_path)]
+    for key, path in (*on_drive, ("node.log_directory", config.log_directory)):
         _require(path.is_absolute(), f"{key}: an absolute path is needed, this is {str(path)!r}")
         _require(not Path(os.path.realpath(path)).is_relative_to(mountpoint), f"{key}: it can't lie in the node's own mount")
     host, _, port = node.listen.rpartition(":")
@@ -152,6 +199,28 @@ def _check(config: NodeConfig) -> None:
     _require(0 <= mount.settle_seconds <= 3600, "mount.settle_seconds: 0 to 3600")
     _require(0 <= mount.attribute_timeout_seconds <= 60, "mount.attribute_timeout_seconds: 0 to 60")
     _require(0 <= config.space.reserve_fraction < 0.9, "space.reserve_fraction: 0 to 0.9")
+
+
+def etcd_place(catalog: str) -> EtcdPlace | None:
+    """What a `node.catalog` says of etcd; None if it names none, or makes no sense."""
+    for scheme, protocol in ETCD_SCHEMES.items():
+        if catalog.startswith(scheme):
+            members, slash, name = catalog.removeprefix(scheme).partition("/")
+            urls = [_member_url(protocol, member) for member in members.split(",")]
+            sound = all(urls) and re.fullmatch(CATALOG_NAME, name)
+            return EtcdPlace(urls, name, protocol == "https") if slash and sound else None
+    return None
+
+
+def _member_url(protocol: str, member: str) -> str:
+    try:
+        parts = urlsplit(f"{protocol}://{member}")
+        port = parts.port or ETCD_PORT
+    except ValueError:
+        return ""
+    plain = parts.hostname and not (parts.username or parts.path or parts.query or parts.fragment)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{protocol}://{host}:{port}" if plain else ""
 
 
 def _require(holds: bool, message: str) -> None:

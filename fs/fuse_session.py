@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import trio
 
-from ckptfs.cache.errors import DamagedData, StoreError
+from ckptfs.cache.errors import CatalogUnavailable, DamagedData, StoreError
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import InitFlag, Notification, Opcode, RequestHeader
@@ -268,7 +268,7 @@ class FuseSession:
                 self._unexpected_errors += 1
                 log.exception("request_failed opcode=%d inode=%d", header.opcode, header.nodeid)
                 number = errno.EIO
-            elif isinstance(error, DamagedData | StoreError):
+            elif isinstance(error, DamagedData | StoreError | CatalogUnavailable) and number == errno.EIO:
                 log.error("request_refused opcode=%d inode=%d reason=%s", header.opcode, header.nodeid, error)
             message = fuse.error_reply(kernel_unique, number), b""
         finally:

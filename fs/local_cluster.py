@@ -1,9 +1,9 @@
-"""A whole cluster on one machine: real nodes, one directory each, one shared SQLite catalog.
+"""A whole cluster on one machine: real nodes, one directory each, one shared SQLite catalog, or one on etcd.
 
 ::
 
     DIR/cluster.json    {"format": 1}: what marks the directory as ours
-    DIR/catalog.db      the catalog of all nodes
+    DIR/catalog.db      the catalog of all nodes, unless it is on etcd
     DIR/node-0/         node.toml, store/, mnt/ (its mount), log/
     DIR/node-1/ …
 
@@ -49,6 +49,7 @@ class ClusterSettings:
     passthrough: str | None = None
     codec: str | None = None
     settle_seconds: float | None = None
+    catalog: str | None = None
 
 
 def _quoted(value: object) -> str:
@@ -87,7 +88,7 @@ class ClusterNode:
             f"id = {_quoted(self.id)}",
             f"store = {_quoted(str(self.store))}",
             f"mountpoint = {_quoted(str(self.mountpoint))}",
-            f"catalog = {_quoted(f'sqlite:///{self.catalog}')}",
+            f"catalog = {_quoted(settings.catalog or f'sqlite:///{self.catalog}')}",
             f"log_directory = {_quoted(str(self.log))}",
         ]
         sections = {
@@ -263,6 +264,7 @@ class LocalCluster:
         values = {
             **{key: getattr(present.protection, key) for key in ("data_shards", "parity_shards", "codec")},
             **{key: getattr(present.mount, key) for key in ("passthrough", "settle_seconds")},
+            "catalog": present.node.catalog if present.etcd_place else None,
         }
         for key, value in values.items():
             wanted = getattr(asked, key)
@@ -287,7 +289,8 @@ class LocalCluster:
         started: dict[str, subprocess.Popen[bytes]] = {}
         deadline = time.monotonic() + start_seconds
         # The first node makes the catalog before the others ask for it.
-        turns = [nodes] if nodes[0].catalog.exists() else [nodes[:1], nodes[1:]]
+        at_once = nodes[0].catalog.exists() or load_config(nodes[0].config).etcd_place is not None
+        turns = [nodes] if at_once else [nodes[:1], nodes[1:]]
         try:
             for turn in turns:
                 started |= {node.id: process for node in turn if (process := node.start()) is not None}

@@ -29,10 +29,12 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import session_label
 from ckptfs.cache.store_registry import stores as list_stores
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
+from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability, Fact
 from ckptfs.fs.file_content import FileContent
@@ -67,7 +69,7 @@ from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
-from ckptfs.fs.space import Space, catalog_reserve_bytes, store_reserve
+from ckptfs.fs.space import Space, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
 from ckptfs.replication.quiet_threads import QuietThreads
 
@@ -103,14 +105,11 @@ class MountProcess:
             self._database = MountDatabase(self._store.mount_db)
         except DamagedData as damage:  # with the handles that programs hold: this connection can't be served any more
             end_for_good(self._store.run, "mount", str(damage))
-        self._kv = SqliteCatalog.open(
-            config.catalog_path,
-            writer_label=f"{config.node_id}/mount",
-            create=False,
-            reserve_bytes=catalog_reserve_bytes(config.catalog_path),
-        )
+        session = session_label(self._store.store_id, incarnation) if config.etcd_place else None
+        self._kv = open_catalog(config, "mount", session=session)
+        on_drive = self._kv if isinstance(self._kv, SqliteCatalog) else None
         self._agent = LocalClient(self._store.agent_socket)
-        self._space = Space(config.store, store_reserve(self._store), self._kv, self._agent_has_started)
+        self._space = Space(config.store, store_reserve(self._store), on_drive, self._agent_has_started)
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
         self._agreed = trio.Event()
@@ -143,7 +142,7 @@ class MountProcess:
         namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
         settings = await namespace.settings()
-        store.join(settings.cluster, config.catalog_path)
+        store.join(settings.cluster, config.node.catalog)
         segments = Segments(store.segments)
         may_pass, self._lane_reason = _may_pass_through(config)
         backing = BackingFiles(self._device) if may_pass else None
@@ -466,7 +465,7 @@ class MountProcess:
                 f"the cluster was made with {agreed.data_shards}+{agreed.parity_shards} and cells of {agreed.cell_size} bytes,"
                 " which holds for all nodes; this node's configuration says otherwise"
             )
-        if damage := self._kv.statistics().damage:
+        if isinstance(self._kv, SqliteCatalog) and (damage := self._kv.statistics().damage):
             problems.append(f"programs get EIO: {damage}")
         if kept := self._sweep.kept_count:
             problems.append(

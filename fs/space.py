@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
-from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.drive_refusal import refuses_writes
-from ckptfs.cache.reserve import Reserve, room_at, share_of
+from ckptfs.cache.reserve import Reserve, Room, room_at, share_of
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Handler
@@ -63,17 +62,31 @@ def make_room_to_start(reserve: Reserve) -> None:
         log.warning("reserve_not_made path=%s error=%s", reserve.path, error)
 
 
+class CatalogRoom(Protocol):
+    """What a catalog on one of this machine's drives says of its file, and does to have room for a full drive."""
+
+    @property
+    def path(self) -> str: ...
+
+    def hold_room(self) -> int:
+        """Returns the bytes that lack."""
+        ...
+
+
 class Space:
     """The mount's view of its drives. `run` mends what was given up; a message in `shortage` says why new names are refused.
 
     `all_started`: whether all of the node's processes have started. Until then the reserve is theirs."""
 
-    def __init__(self, store: Path, reserve: Reserve, kv: SqliteCatalog, all_started: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, store: Path, reserve: Reserve, catalog: CatalogRoom | None, all_started: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """`catalog` is None where it doesn't lie on this machine."""
         self._store = store
         self._reserve = reserve
-        self._kv = kv
+        self._catalog = catalog
         self._all_started = all_started
-        self._catalog_directory = os.path.dirname(os.path.abspath(kv.path))
+        self._catalog_directory = None if catalog is None else os.path.dirname(os.path.abspath(catalog.path))
         self._catalog_lacks = 0
         self._look_at = 0.0
         self._room = room_at(store)
@@ -116,10 +129,12 @@ class Space:
         return self._reserve.lacking_bytes()
 
     def _shortage(self) -> str:
-        for path, room, lacks, what in (
-            (self._store, self._room, self._reserve.lacking_bytes(), "the store"),
-            (self._catalog_directory, room_at(self._catalog_directory), self._catalog_lacks, "the catalog"),
-        ):
+        looked_at: list[tuple[str | Path, Room, int, str]] = [
+            (self._store, self._room, self._reserve.lacking_bytes(), "the store")
+        ]
+        if (directory := self._catalog_directory) is not None:
+            looked_at.append((directory, room_at(directory), self._catalog_lacks, "the catalog"))
+        for path, room, lacks, what in looked_at:
             if room.free_bytes - lacks < FLOOR_BYTES:
                 in_use = f"and the reserve lacks {lacks >> 10} KiB" if lacks else "and the reserve is whole"
                 return f"the drive of {what} ({path}) is full: {room.free_bytes >> 10} KiB free, {in_use}; delete files"
@@ -151,7 +166,8 @@ class Space:
     def mend(self) -> None:
         """Blocks shortly. Raises `OSError` for a drive that is broken rather than full."""
         self._reserve.make()
-        self._catalog_lacks = self._kv.hold_room()
+        if self._catalog is not None:
+            self._catalog_lacks = self._catalog.hold_room()
 
     def status(self) -> dict[str, Any]:
         """What `ckptfs status` shows, as of the last look. Sizes in bytes."""

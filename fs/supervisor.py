@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -21,13 +22,16 @@ import trio
 from ckptfs import __version__
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
+from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.drive_refusal import refuses_writes
+from ckptfs.cache.errors import CatalogUnavailable, SessionEnded
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
+from ckptfs.fs.catalog import check_not_older, open_catalog
 from ckptfs.fs.child import Child
 from ckptfs.fs.config import NodeConfig
 from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
@@ -37,8 +41,11 @@ from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.process_start import FOR_GOOD_STATUS, is_ready, raise_descriptor_limit, remove_pid_file, start_log
 from ckptfs.fs.run_cover import cover_if_refused, uncover
-from ckptfs.fs.space import catalog_reserve_bytes, make_room_to_start, store_reserve
+from ckptfs.fs.space import make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
+
+if TYPE_CHECKING:
+    from ckptfs.cache.catalog_etcd import EtcdCatalog
 
 log = logging.getLogger(__name__)
 
@@ -86,24 +93,24 @@ class Supervisor:
             self._reserve = store_reserve(store)
             make_room_to_start(self._reserve)
             held.callback(remove_pid_file, store.run, "supervisor")
+            seen_revision = 0
             if handed is None:
                 connection = kept_connection(config.mountpoint, store.path)
                 if connection is None:
                     clean_stale_mount(config.mountpoint, store.path)
                     fuse_device.check_mountpoint(config.mountpoint)
                 seen_revision = check_store(store)
-                examine(config.catalog_path, seen_revision=None if store.cluster is None else seen_revision)
+                if config.etcd_place is None:
+                    examine(config.catalog_path, seen_revision=None if store.cluster is None else seen_revision)
             else:  # store and catalog are in use, by the children
                 connection = handed.connection
                 self._children = {role: Child(pid) for role, pid in handed.children.items()}
             incarnation = time.time_ns() if connection is None else connection.incarnation
             label = session_label(store.store_id, incarnation)
-            kv = SqliteCatalog.open(
-                config.catalog_path,
-                writer_label=f"{config.node_id}/supervisor",
-                session=label,
-                reserve_bytes=catalog_reserve_bytes(config.catalog_path),
-            )
+            kv = open_catalog(config, "supervisor", session=label, create=True)
+            if not isinstance(kv, SqliteCatalog):
+                await check_not_older(kv, config.node.catalog, seen_revision)
+                await kv.begin_session()
             await self._join(kv, store, incarnation)
             if connection is None:
                 connection = new_connection(config, incarnation)
@@ -122,7 +129,11 @@ class Supervisor:
                 file.flush()
                 self._handed_config = file.name
                 service_manager.notify("READY=1")
-                await self._supervise(store)
+                async with trio.open_nursery() as nursery:
+                    if not isinstance(kv, SqliteCatalog):
+                        nursery.start_soon(self._keep_session, kv, store, incarnation)
+                    await self._supervise(store)
+                    nursery.cancel_scope.cancel()
             await kv.end_session(label)
             await kv.aclose()
             log.info("node_ended")
@@ -130,14 +141,28 @@ class Supervisor:
                 reason = NodeProcesses(store.path).failures().get(role, f"the {role} process gave up; its log says why")
                 raise MountError(f"{reason}; the node has ended, what was closed is safe in its store")
 
-    async def _join(self, kv: SqliteCatalog, store: StoreDirectory, incarnation: int) -> None:
+    async def _keep_session(self, kv: "EtcdCatalog", store: StoreDirectory, incarnation: int) -> None:
+        """Renew the node's session in etcd; begin it anew when it ended because etcd could not be reached for too long."""
+        while True:
+            try:
+                await kv.keep_session()
+            except SessionEnded as ended:
+                log.error("session_ended error=%s: it is begun anew", ended)
+            try:
+                await kv.begin_session()
+                await begin_session(kv, self._config.node_id, store.store_id, incarnation)
+                log.info("session_begun_anew")
+            except CatalogUnavailable as error:
+                log.warning("session_not_begun error=%s", error)
+
+    async def _join(self, kv: KeyValue, store: StoreDirectory, incarnation: int) -> None:
         protection = self._config.protection
         namespace = Namespace(kv, store.store_id, incarnation, time.time_ns)
         wanted = Settings(
             FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
         )
         settings = await namespace.format_if_empty(wanted)
-        store.join(settings.cluster, self._config.catalog_path)
+        store.join(settings.cluster, self._config.node.catalog)
         if msgspec.structs.replace(wanted, cluster=settings.cluster) != settings:
             log.warning(
                 "settings_differ cluster=%d+%d cell=%d: the cluster's hold, not this file's",

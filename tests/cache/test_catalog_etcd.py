@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from ckptfs.cache.catalog_etcd import EtcdCatalog, check_name, lease_of, prefix_end
+from ckptfs.cache.catalog_etcd import EtcdCatalog, lease_of, prefix_end
 from ckptfs.cache.catalog_kv import Put, Unchanged
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, SessionEnded
 from ckptfs.cache.etcd_gateway import EtcdGateway, EtcdRefused
@@ -27,12 +27,6 @@ def catalog_of(url: str, name: str = "", *, session: str | None = None, **option
 )
 def test_prefix_end(prefix: bytes, end: bytes) -> None:
     assert prefix_end(prefix) == end
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "a b", "ä", "a" * 65, "."])
-def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(ValueError, match="can't name a catalog"):
-        check_name(name)
 
 
 def test_lease_ids_are_positive_63_bit_numbers() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.fs.config import ConfigurationError, load_config
+from ckptfs.fs.config import ConfigurationError, etcd_place, load_config
 
 GOOD = """\
 [node]
@@ -42,6 +42,11 @@ def test_the_least_there_must_be_is_enough(tmp_path: Path) -> None:
         (('"/stores/a"', '"/mnt/a/store"'), "neither may lie inside the other"),
         (('"sqlite:////stores/catalog.db"', '"sqlite:///catalog.db"'), "node.catalog"),
         (('"sqlite:////stores/catalog.db"', '"postgres://x"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"etcd://host"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"etcd://host/a/b"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"etcd://host,/name"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"etcd://user:secret@host/name"'), "node.catalog"),
+        (('"sqlite:////stores/catalog.db"', '"etcd://host:99999/name"'), "node.catalog"),
         (("[node]", '[node]\nlisten = "0.0.0.0:0"'), "node.listen"),
         (("[node]", '[node]\nlisten = "127.0.0.1"'), "node.listen"),
         (("[node]", '[node]\nlisten = "127.0.0.1:70000"'), "node.listen"),
@@ -73,6 +78,7 @@ def test_a_wrong_node_section_is_refused(tmp_path: Path, change: tuple[str, str]
         ("[space]\nreserve_fraction = 1.0", "reserve_fraction"),
         ("[space]\nreserve = 1.0", "reserve"),
         ("[other]\nkey = 1", "other"),
+        ('[etcd]\nca = "/ca.pem"', "this section has no effect"),
     ],
 )
 def test_impossible_values_and_unknown_keys_are_refused(tmp_path: Path, lines: str, words: str) -> None:
@@ -94,3 +100,33 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match=r"binary\.toml"):
         load_config(tmp_path / "binary.toml")
+
+
+ON_ETCD = GOOD.replace("sqlite:////stores/catalog.db", "etcds://a:1,b.example,[::1]:3/jobs")
+
+
+def test_a_catalog_on_etcd(tmp_path: Path) -> None:
+    _load(tmp_path, ON_ETCD)
+    assert etcd_place("etcds://a:1,b.example,[::1]:3/jobs") == (
+        ["https://a:1", "https://b.example:2379", "https://[::1]:3"],
+        "jobs",
+        True,
+    )
+    assert etcd_place("etcd://a/jobs") == (["http://a:2379"], "jobs", False)
+    assert etcd_place("sqlite:////a") is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('key = "/key.pem"', "etcd.key"),
+        ('user = "me"', "both or none"),
+        ('ca = "ca.pem"', "etcd.ca"),
+        ("wait_seconds = 0", "etcd.wait_seconds"),
+    ],
+)
+def test_an_impossible_etcd_section_is_refused(tmp_path: Path, lines: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        _load(tmp_path, f"{ON_ETCD}\n[etcd]\n{lines}\n")
+    with pytest.raises(ConfigurationError, match="nothing is encrypted"):
+        _load(tmp_path, f'{ON_ETCD.replace("etcds:", "etcd:")}\n[etcd]\nca = "/ca.pem"\n')
