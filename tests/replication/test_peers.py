@@ -12,11 +12,12 @@ import trio
 
 from ckptfs.cache import checksum
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
-from ckptfs.replication import peer_client, peer_server
+from ckptfs.replication import peer_server, peer_streams
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason
-from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient, PeerPool
+from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
+from ckptfs.replication.peer_pool import PeerPool
 from ckptfs.replication.peer_server import PeerServer, PeerServerLimits
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_reader import VerifyResult
@@ -188,7 +189,7 @@ async def test_a_shard_without_cells(node: Node) -> None:
 
 
 async def test_a_footer_of_many_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_client, "FOOTER_PART_BYTES", 37)
+    monkeypatch.setattr(peer_streams, "FOOTER_PART_BYTES", 37)
     monkeypatch.setattr(peer_server, "FOOTER_PART_BYTES", 41)
     with node.client() as client:
         root = await put(client)
@@ -281,7 +282,7 @@ async def test_a_wrong_hash_is_refused_and_the_put_can_be_made_again(node: Node)
     assert node.server.statistics().refusals == {"mismatch": 1}
 
 
-async def _send_the_rest(stream: peer_client.PutStream, cells: list[bytes]) -> None:
+async def _send_the_rest(stream: peer_streams.PutStream, cells: list[bytes]) -> None:
     for stripe in (2, 3):
         await stream.send_cell(stripe, cells[stripe], checksum.cell_hash(cells[stripe]))
     await stream.finish(footer_of(HEADER, cells))
