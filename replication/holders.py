@@ -12,9 +12,9 @@ from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
 from ckptfs.replication.members import Members
 from ckptfs.replication.own_store import OwnStore
+from ckptfs.replication.peer_answers import Kept
 from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
 from ckptfs.replication.peer_pool import PeerPool
-from ckptfs.replication.peer_server import Kept
 from ckptfs.replication.peer_streams import PutStream
 from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader

@@ -8,16 +8,7 @@ from ckptfs.cache.checksum import Buffer
 from ckptfs.replication import shard_format
 from ckptfs.replication.errors import PeerUnreachable, ProtocolViolation
 from ckptfs.replication.peer_connection import PeerConnection
-from ckptfs.replication.peer_messages import (
-    FOOTER_PART_BYTES,
-    Cell,
-    CellsDone,
-    CellsGet,
-    FooterPart,
-    Message,
-    PutDone,
-    PutStop,
-)
+from ckptfs.replication.peer_messages import FOOTER_PART_BYTES, Cell, CellsDone, CellsGet, FooterPart, Message, PutDone, PutStop
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 
 

@@ -12,13 +12,14 @@ import trio
 
 from ckptfs.cache import checksum
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
-from ckptfs.replication import peer_server, peer_streams
+from ckptfs.replication import peer_answers, peer_streams
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason
+from ckptfs.replication.peer_answers import PeerServerLimits
 from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
 from ckptfs.replication.peer_pool import PeerPool
-from ckptfs.replication.peer_server import PeerServer, PeerServerLimits
+from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.shard_store import ShardStore
@@ -190,7 +191,7 @@ async def test_a_shard_without_cells(node: Node) -> None:
 
 async def test_a_footer_of_many_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_streams, "FOOTER_PART_BYTES", 37)
-    monkeypatch.setattr(peer_server, "FOOTER_PART_BYTES", 41)
+    monkeypatch.setattr(peer_answers, "FOOTER_PART_BYTES", 41)
     with node.client() as client:
         root = await put(client)
         assert (await client.shard_footer(VID, 1)).root == root
