@@ -11,33 +11,27 @@ not leave the reserve. What gets no copy is fetched as it is read, a few parts a
 
 import contextlib
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
 from ckptfs.cache.catalog_format import ShardLayout, Version
-from ckptfs.cache.checksum import cell_hash, content_root
-from ckptfs.cache.ids import SegmentId, StoreId, Vid
+from ckptfs.cache.checksum import cell_hash
+from ckptfs.cache.ids import Vid
 from ckptfs.replication.buffers import BufferBudget
-from ckptfs.replication.errors import ReplicationError, ShardDamaged
-from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, LocalCopies, LocalCopy, copy_error
+from ckptfs.replication.home_content import HomeContent, SegmentReaders
+from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, LocalCopies, LocalCopy
 from ckptfs.replication.passing_copies import PassingCopy, PassingMemory
-from ckptfs.replication.stripe_reader import StripedContent, StripeReader
+from ckptfs.replication.restore_parts import READ_AHEAD_STRIPES, PartLoader, Source
+from ckptfs.replication.stripe_reader import StripeReader
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-READ_AHEAD_STRIPES = 4
-"""How far the fetching runs ahead of a sequential reader: 16 MiB at 4+2, what is in flight at once anyway."""
-
-PROOF_ATTEMPTS_MAX = 3
 PASSING_BYTES_MAX = 32 << 20
 """Eight stripes of 4+2."""
 
@@ -51,42 +45,8 @@ COMPLAINT_SECONDS = 60.0
 SOURCES_MAX = 128
 """Versions whose copies are kept open; each has a descriptor and its table of cell hashes."""
 
-FORWARD_BYTES = 1 << 20
 CELLS_AT_ONCE = 64
 """Of so many cells one thread looks for wrong ones without coming back."""
-
-
-class SegmentReaders(Protocol):
-    """How bytes of a version that isn't protected are read from its home."""
-
-    async def read_segment(self, store: StoreId, vid: Vid, segment: SegmentId, offset: int, length: int) -> bytes: ...
-
-
-@dataclass
-class _Source:
-    """One version being read. A *part* is a stripe, or the whole of a version that isn't striped; `loading` has an event for
-    each part on its way and `errors` what became of those that failed."""
-
-    copy: LocalCopy | PassingCopy
-    content: StripedContent | None
-    version: Version
-    part_cells: int
-    part_size: int
-    loading: dict[int, trio.Event] = field(default_factory=dict)
-    errors: dict[int, Exception] = field(default_factory=dict)
-    next_offset: int = 0
-    users: int = 0
-    is_kept: bool = True
-    passes_until_seconds: float = 0.0
-
-    def has(self, part: int) -> bool:
-        first = part * self.part_cells
-        present = self.copy.present[first : first + self.part_cells]
-        return present.count(1) == len(present)
-
-    def parts(self, offset: int, length: int) -> range:
-        end = min(offset + length, self.version.size)
-        return range(offset // self.part_size, -(-end // self.part_size)) if offset < end else range(0)
 
 
 class Restorer:
@@ -100,11 +60,12 @@ class Restorer:
         self, reader: StripeReader, homes: SegmentReaders, copies: LocalCopies, *, buffer_bytes_max: int = 24 << 20
     ) -> None:
         self._reader = reader
-        self._homes = homes
         self._copies = copies
         self._budget = BufferBudget(buffer_bytes_max)
         self._disk_limiter = trio.CapacityLimiter(4)
-        self._sources: OrderedDict[Vid, _Source] = OrderedDict()
+        self._home = HomeContent(homes, copies, self._disk_limiter)
+        self._parts = PartLoader(reader, self._home, self._budget, self._disk_limiter)
+        self._sources: OrderedDict[Vid, Source] = OrderedDict()
         self._opening: dict[Vid, trio.Lock] = {}
         self._last_used_at: dict[Vid, float] = {}
         self._passing = PassingMemory(PASSING_BYTES_MAX)
@@ -112,19 +73,22 @@ class Restorer:
         self._passing_reads = trio.Semaphore(PASSING_READS_MAX)
         self._full_until_seconds = float("-inf")
         self._complained_at_seconds = float("-inf")
-        self.bytes_fetched = 0
+        self._bytes_fetched = 0
         self.bytes_passed = 0
-        self._nursery: trio.Nursery | None = None
+
+    @property
+    def bytes_fetched(self) -> int:
+        return self._bytes_fetched + self._home.bytes_fetched + self._parts.bytes_fetched
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
+                self._parts.nursery = nursery
                 task_status.started()
                 await trio.sleep_forever()
         finally:
-            self._nursery = None
+            self._parts.nursery = None
             for source in self._sources.values():
                 source.copy.close()
             self._sources.clear()
@@ -146,22 +110,22 @@ class Restorer:
             finally:
                 self._release(source)
 
-    async def _fetch_kept(self, source: _Source, copy: LocalCopy, offset: int, length: int) -> CopyPlace:
+    async def _fetch_kept(self, source: Source, copy: LocalCopy, offset: int, length: int) -> CopyPlace:
         parts = source.parts(offset, length)
-        await self._require_proved(source, copy, parts, offset, length)
+        await self._parts.require_proved(source, copy, parts, offset, length)
         if parts and offset <= source.next_offset + source.part_size:
             last = -(-copy.size // source.part_size)
             for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
-                self._start(source, part)
+                self._parts.start(source, part)
         source.next_offset = offset + length
         return copy.place
 
-    async def _pass(self, source: _Source, copy: PassingCopy, offset: int, length: int) -> bytes:
+    async def _pass(self, source: Source, copy: PassingCopy, offset: int, length: int) -> bytes:
         for at_once in (1, PASSING_READS_MAX, PASSING_READS_MAX):
             async with self._passing_turns(at_once):  # all of them: nobody else's parts take the place of these
                 data = copy.read(offset, length)
                 if data is None:
-                    await self._require(source, source.parts(offset, length))
+                    await self._parts.require(source, source.parts(offset, length))
                     data = copy.read(offset, length)
             if data is not None:
                 self.bytes_passed += len(data)
@@ -189,7 +153,7 @@ class Restorer:
         try:
             for part in source.parts(0, version.size):
                 length = min(source.part_size, version.size - part * source.part_size)
-                await self._require_proved(source, copy, range(part, part + 1), part * source.part_size, length)
+                await self._parts.require_proved(source, copy, range(part, part + 1), part * source.part_size, length)
             await self._in_thread(copy.sync)
             return copy.place
         except CopyFull:
@@ -237,7 +201,7 @@ class Restorer:
         finally:
             copy.close()
 
-    async def _wrong_cells(self, copy: LocalCopy, source: _Source | None) -> tuple[int, list[int]]:
+    async def _wrong_cells(self, copy: LocalCopy, source: Source | None) -> tuple[int, list[int]]:
         held, wrong = 0, list[int]()
         async with self._budget.take(copy.cell_size) as buffer:
             for first in range(0, len(copy.present), CELLS_AT_ONCE):
@@ -261,7 +225,7 @@ class Restorer:
                 part = cell // source.part_cells
                 offset = cell * source.copy.cell_size
                 length = source.copy.cell_length(cell)
-                await self._require_proved(source, source.copy, range(part, part + 1), offset, length)
+                await self._parts.require_proved(source, source.copy, range(part, part + 1), offset, length)
         finally:
             self._release(source)
 
@@ -285,7 +249,7 @@ class Restorer:
 
     # ---- sources
 
-    async def _use(self, vid: Vid, version: Version, *, must_keep: bool = False) -> _Source:
+    async def _use(self, vid: Vid, version: Version, *, must_keep: bool = False) -> Source:
         """The version's source, opened if need be, with one user more. `must_keep`: with a local copy, even in the reserve."""
         lock = self._opening.setdefault(vid, trio.Lock())
         try:
@@ -309,7 +273,7 @@ class Restorer:
             self._last_used_at[vid] = time.time()
         return source
 
-    async def _open(self, vid: Vid, version: Version, must_keep: bool) -> _Source:
+    async def _open(self, vid: Vid, version: Version, must_keep: bool) -> Source:
         if await self._may_keep(vid, version) or must_keep:
             try:
                 return await self._open_kept(vid, version)
@@ -335,31 +299,31 @@ class Restorer:
         self._full_until_seconds = trio.current_time() + PASSING_SECONDS
         self._forget(vid)
 
-    async def _open_kept(self, vid: Vid, version: Version) -> _Source:
+    async def _open_kept(self, vid: Vid, version: Version) -> Source:
         if version.size == 0:
-            return _Source(await self._open_copy(vid, version, b""), None, version, 1, 1)
+            return Source(await self._open_copy(vid, version, b""), None, version, 1, 1)
         table = await self._in_thread(self._copies.table_of, vid, version.size, version.cell_size, version.root)
         if not version.shards:
             if table is None:
-                table = await self._forward(vid, version)
+                table = await self._home.forward(vid, version)
             copy = await self._open_copy(vid, version, table)
-            return _Source(copy, None, version, len(copy.present), version.size)
+            return Source(copy, None, version, len(copy.present), version.size)
         if version.layout is ShardLayout.COPIES:
             if table is None:
                 data = await self._reader.read_copy(vid, version)
                 table = cell_hash(data)
-                source = _Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
+                source = Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
                 await self._in_thread(source.copy.write, 0, memoryview(data))
-                self.bytes_fetched += len(data)
+                self._bytes_fetched += len(data)
                 source.copy.present[0] = 1
                 return source
-            return _Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
+            return Source(await self._open_copy(vid, version, table), None, version, 1, version.size)
         content = await self._reader.content(vid, version, table)
         copy = await self._open_copy(vid, version, content.table)
         k = version.data_shards
-        return _Source(copy, content, version, k, k * version.cell_size)
+        return Source(copy, content, version, k, k * version.cell_size)
 
-    async def _open_passing(self, vid: Vid, version: Version) -> _Source:
+    async def _open_passing(self, vid: Vid, version: Version) -> Source:
         """Content without a local copy. Of a version that isn't striped a part is a cell."""
         now = trio.current_time()
         if now - self._complained_at_seconds >= COMPLAINT_SECONDS:
@@ -370,7 +334,7 @@ class Restorer:
         content = None
         cells = 1
         if not version.shards:
-            table = b"" if version.size == 0 else await self._hash_at_home(vid, version)
+            table = b"" if version.size == 0 else await self._home.hash_at_home(vid, version)
         elif version.layout is ShardLayout.COPIES:
             table = cell_hash(await self._reader.read_copy(vid, version))
         else:
@@ -378,70 +342,21 @@ class Restorer:
             table, cells = content.table, version.data_shards
         cell_size = max(version.cell_size, 1)
         copy = PassingCopy(self._passing, vid, version.size, cell_size, table, cells * cell_size)
-        return _Source(copy, content, version, cells, copy.part_size, passes_until_seconds=now + PASSING_SECONDS)
+        return Source(copy, content, version, cells, copy.part_size, passes_until_seconds=now + PASSING_SECONDS)
 
     async def _open_copy(self, vid: Vid, version: Version, table: bytes) -> LocalCopy:
         return await self._in_thread(self._copies.open, vid, version.size, max(version.cell_size, 1), table)
-
-    async def _forward(self, vid: Vid, version: Version) -> bytes:
-        path = self._copies.path_of(vid)
-        temporary = path.with_name(path.name + ".fetching")
-        table = bytearray()
-        try:
-            descriptor = await self._in_thread(_create, temporary)
-        except OSError as error:
-            raise copy_error(f"the local copy {path} can't be made", error) from None
-        try:
-            for offset in range(0, version.size, version.cell_size):
-                cell = await self._cell_at_home(vid, version, offset)
-                table += cell_hash(cell)
-                await self._in_thread(_write_at, descriptor, cell, offset)
-                self.bytes_fetched += len(cell)
-            _require_root(vid, version, table)
-            await self._in_thread(os.replace, temporary, path)
-        except OSError as error:
-            raise copy_error(f"the local copy {path} can't be written", error) from None
-        finally:
-            os.close(descriptor)
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-        return bytes(table)
-
-    async def _hash_at_home(self, vid: Vid, version: Version) -> bytes:
-        """The table of a local version, proved by reading all of it once; every cell that is read later is checked against it."""
-        table = bytearray()
-        for offset in range(0, version.size, version.cell_size):
-            table += cell_hash(await self._cell_at_home(vid, version, offset))
-        _require_root(vid, version, table)
-        return bytes(table)
-
-    async def _cell_at_home(self, vid: Vid, version: Version, offset: int) -> bytearray:
-        """The cell that begins there as the home has it, unchecked."""
-        cell = bytearray()
-        end = min(version.size, offset + version.cell_size)
-        while offset + len(cell) < end:
-            start = offset + len(cell)
-            data = await self._homes.read_segment(version.home, vid, version.segment, start, min(FORWARD_BYTES, end - start))
-            if not data:
-                raise ShardDamaged(f"the home's file ends at byte {start} of {version.size}")
-            cell += data
-        return cell
 
     def _forget(self, vid: Vid) -> None:
         source = self._sources.pop(vid, None)
         if source is not None:
             source.is_kept = False
-            self._close_unused(source)
+            source.close_unused()
 
-    def _release(self, source: _Source) -> None:
+    def _release(self, source: Source) -> None:
         source.users -= 1
-        self._close_unused(source)
+        source.close_unused()
         self._shrink()
-
-    @staticmethod
-    def _close_unused(source: _Source) -> None:
-        if not source.is_kept and not source.users and not source.loading:
-            source.copy.close()
 
     def _shrink(self) -> None:
         """Close what was used longest ago and is not in use now."""
@@ -453,110 +368,5 @@ class Restorer:
                 if len(self._sources) <= SOURCES_MAX:
                     return
 
-    # ---- parts
-
-    async def _require(self, source: _Source, parts: range) -> None:
-        """Return when all parts are there. Starts them in order, a bounded number ahead."""
-        for part in parts:
-            for ahead in range(part, min(part + READ_AHEAD_STRIPES, parts.stop)):
-                self._start(source, ahead)
-            while not source.has(part):
-                event = source.loading.get(part)
-                if event is None:
-                    error = source.errors.pop(part, None)
-                    if error is not None:
-                        raise error
-                    self._start(source, part)
-                    continue
-                await event.wait()
-
-    async def _require_proved(self, source: _Source, copy: LocalCopy, parts: range, offset: int, length: int) -> None:
-        """Have the parts, and hash the cells of this range again: what was right when it was written lies on a drive since then.
-
-        Cells that are wrong are fetched anew. Hashing a MiB that is in memory takes a tenth of fetching it.
-        """
-        for _ in range(PROOF_ATTEMPTS_MAX):
-            await self._require(source, parts)
-            if not parts:
-                return
-            first, last = offset // copy.cell_size, -(-min(offset + length, copy.size) // copy.cell_size)
-            async with self._budget.take(copy.cell_size) as buffer:
-                right = set(await self._in_thread(copy.check, first, last - first, buffer))
-            wrong = [cell for cell in range(first, last) if cell not in right]
-            if not wrong:
-                return
-            logger.warning("copy-damaged vid=%s cells=%d: fetched anew", copy.vid.hex(), len(wrong))
-            for cell in wrong:
-                copy.present[cell] = 0
-        raise CopyFailed(f"the local copy {copy.path} is damaged each time it is written: check the drive")
-
-    def _start(self, source: _Source, part: int) -> None:
-        if source.has(part) or part in source.loading:
-            return
-        if self._nursery is None:
-            raise AssertionError("the restorer isn't running")
-        source.errors.pop(part, None)
-        source.loading[part] = trio.Event()
-        self._nursery.start_soon(self._load, source, part)
-
-    async def _load(self, source: _Source, part: int) -> None:
-        try:
-            await self._load_part(source, part)
-        except ReplicationError as error:
-            source.errors[part] = error
-        finally:
-            source.loading.pop(part).set()
-            self._close_unused(source)
-
-    async def _load_part(self, source: _Source, part: int) -> None:
-        copy, version = source.copy, source.version
-        first = part * source.part_cells
-        cells = min(source.part_cells, len(copy.present) - first)
-        shards = version.data_shards + version.parity_shards if source.content else 1
-        async with self._budget.take(shards * copy.cell_size) as buffer:
-            if copy.may_hold_cells:
-                for cell in await self._in_thread(copy.check, first, cells, buffer[: copy.cell_size]):
-                    copy.present[cell] = 1
-                if source.has(part):
-                    return
-            if source.content is not None:
-                data = await self._reader.read_stripe(source.content, part, buffer)
-            elif version.shards:
-                data = memoryview(await self._reader.read_copy(copy.vid, version))
-            else:
-                await self._load_from_home(source, range(first, first + cells))
-                return
-            await self._in_thread(copy.write, part * source.part_size, data)
-        if not isinstance(copy, PassingCopy):
-            self.bytes_fetched += len(data)
-        copy.present[first : first + cells] = b"\1" * cells
-
-    async def _load_from_home(self, source: _Source, cells: range) -> None:
-        """Cells of a local version: of one that passes, or of a copy that lost bytes since it was made."""
-        copy, version = source.copy, source.version
-        for cell in cells:
-            data = await self._cell_at_home(copy.vid, version, cell * copy.cell_size)
-            if cell_hash(data) != copy.cell_digest(cell):
-                raise ShardDamaged(f"cell {cell} of the home's file is not what was hashed when it was closed")
-            await self._in_thread(copy.write, cell * copy.cell_size, memoryview(data))
-            copy.present[cell] = 1
-
     async def _in_thread(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await trio.to_thread.run_sync(function, *arguments, limiter=self._disk_limiter)
-
-
-def _require_root(vid: Vid, version: Version, table: bytes | bytearray) -> None:
-    if content_root(vid, version.size, version.cell_size, table) != version.root:
-        raise ShardDamaged("the home's file does not hold what was hashed when it was closed")
-
-
-def _create(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _write_at(descriptor: int, data: bytearray, offset: int) -> None:
-    with memoryview(data) as view:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(descriptor, view[done:], offset + done)
