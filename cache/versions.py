@@ -5,7 +5,7 @@ ends a version together with its name, in `removal` and `rename`. Pure: time and
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,8 +23,9 @@ from ckptfs.cache.catalog_format import (
     store_key,
     version_key,
 )
-from ckptfs.cache.catalog_kv import COMPARES_MAX, OPERATIONS_MAX, Compare, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import Conflict, Plan, commit, existing_inode, find_version, repeated
+from ckptfs.cache.commit_batches import Planned, commit_batched
 from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, StoreId, Vid, new_vid
 from ckptfs.cache.prefixes import give_up_prefix, superseded, without_prefix
@@ -88,14 +89,6 @@ class RepairedCommit(NamedTuple):
     before: list[Shard]
     moved: dict[int, Shard]
     store_revisions: dict[StoreId, int]
-
-
-Item = TypeVar("Item", LocalCommit, ProtectedCommit)
-Planned = tuple[Plan, list[tuple[Vid, Version]]]
-"""A part of a transaction, and the versions that end with it."""
-Planner = Callable[[Item], Awaitable[Planned | None]]
-Done = list[tuple[Item, list[tuple[Vid, Version]]]]
-"""What was committed, and the versions that ended with it."""
 
 
 class Versions:
@@ -308,7 +301,7 @@ class Versions:
         Precondition for each: the bytes and the segment's name are synced, `size` and `root` are those of a sealed segment (R2).
         """
         committed = CommittedLocal(set(), [])
-        for commit_, ended in await self._commit_all(commits, self._plan_local, self._plan_local):
+        for commit_, ended in await commit_batched(self.kv, commits, self._plan_local, self._plan_local):
             committed.vids.add(commit_.vid)
             committed.freed.extend(ended)
         return committed
@@ -352,7 +345,7 @@ class Versions:
         Precondition for each: every holder has durably stored exactly the root named here.
         Raises `ValueError` for a commit that contradicts itself or the version's cells.
         """
-        done = await self._commit_all(commits, self._plan_protected, self._plan_protected_if_holders_stay)
+        done = await commit_batched(self.kv, commits, self._plan_protected, self._plan_protected_if_holders_stay)
         return {protected.vid for protected, _ in done}
 
     async def _plan_protected(self, protected: ProtectedCommit) -> Planned | None:
@@ -427,44 +420,6 @@ class Versions:
 
         return await repeated(attempt)
 
-    async def _commit_all(self, items: Sequence[Item], planner: Planner[Item], careful_planner: Planner[Item]) -> Done[Item]:
-        """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one."""
-        done: Done[Item] = []
-        batch = _Batch[Item]()
-        for item in items:
-            planned = await planner(item)
-            if planned is None:
-                continue
-            if not batch.fits(planned[0]):
-                done += await self._commit_batch(batch, careful_planner)
-                batch = _Batch()
-                # Read again: what was just committed may have changed what this plan compares.
-                planned = await planner(item)
-                if planned is None:
-                    continue
-            batch.add(item, *planned)
-        return done + await self._commit_batch(batch, careful_planner)
-
-    async def _commit_batch(self, batch: "_Batch[Item]", careful_planner: Planner[Item]) -> Done[Item]:
-        if not batch.done:
-            return []
-        try:
-            await commit(self.kv, list(batch.compares), list(batch.operations.values()))
-        except Conflict:
-            return [one for item, _ in batch.done for one in await self._commit_one(item, careful_planner)]
-        return batch.done
-
-    async def _commit_one(self, item: Item, careful_planner: Planner[Item]) -> Done[Item]:
-        async def attempt() -> Done[Item]:
-            planned = await careful_planner(item)
-            if planned is None:
-                return []
-            plan, ended = planned
-            await commit(self.kv, plan.compares, plan.operations)
-            return [(item, ended)]
-
-        return await repeated(attempt)
-
     async def _inode_and_version(self, ino: InodeNumber, vid: Vid) -> tuple[Inode, Version, Plan] | None:
         try:
             inode, inode_revision = await existing_inode(self.kv, ino)
@@ -505,29 +460,6 @@ class Versions:
     ) -> list[tuple[Vid, Version]]:
         """Versions in these states whose home is the store, by a walk over all versions: for rebuilding its database."""
         return await versions_at_home(self.kv, store, states)
-
-
-class _Batch(Generic[Item]):
-    """Plans that fit into one transaction together."""
-
-    def __init__(self) -> None:
-        self.done: Done[Item] = []
-        self.compares: dict[Compare, None] = {}
-        self.operations: dict[bytes, Operation] = {}
-
-    def fits(self, plan: Plan) -> bool:
-        if not self.done:
-            return True
-        compares = self.compares.keys() | set(plan.compares)
-        keys = {operation.key for operation in plan.operations}
-        if not keys.isdisjoint(self.operations):
-            return False
-        return len(compares) <= COMPARES_MAX and len(self.operations) + len(keys) <= OPERATIONS_MAX
-
-    def add(self, item: Item, plan: Plan, ended: list[tuple[Vid, Version]]) -> None:
-        self.done.append((item, ended))
-        self.compares.update(dict.fromkeys(plan.compares))
-        self.operations.update((operation.key, operation) for operation in plan.operations)
 
 
 def _check_protected(protected: ProtectedCommit, version: Version) -> None:
