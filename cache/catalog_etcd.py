@@ -77,6 +77,7 @@ class EtcdCatalog:
     def __init__(self, gateway: EtcdGateway, name: str, *, session: str | None = None) -> None:
         """`name` is that of the catalog in this etcd: letters, digits, "-" and "_"."""
         self._gateway = gateway
+        self.name = name
         self._prefix = name.encode() + b"/"
         self._markers = name.encode() + b".x/" + os.urandom(8).hex().encode() + b"/"
         self.session = session
@@ -125,6 +126,9 @@ class EtcdCatalog:
 
     async def revision(self) -> int:
         return (await self._range({"key": self._prefix, "count_only": True})).header.revision
+
+    async def catch_up(self) -> None:
+        """Nothing to do: every read is linearizable."""
 
     async def _range(self, request: dict[str, Any]) -> RangeAnswer:
         before = self._newest
@@ -383,13 +387,14 @@ class EtcdCatalog:
         """Release what the handle holds; ends running watches."""
         for scope in list(self._watches):
             scope.cancel()
-        if self.session is None and self._lease:
-            with trio.move_on_after(1):
-                try:
+        try:
+            if self.session is None and self._lease:
+                with trio.move_on_after(1):
                     await self._gateway.call("/v3/lease/revoke", {"ID": self._lease}, Nothing)
-                except CatalogUnavailable as error:
-                    log.info("lease_left error=%r: it ends by itself", str(error))
-        await self._gateway.aclose()
+        except CatalogUnavailable as error:
+            log.info("lease_left error=%r: it ends by itself", str(error))
+        finally:
+            await self._gateway.aclose()
 
 
 def lease_of(session: str) -> int:

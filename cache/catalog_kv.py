@@ -1,6 +1,7 @@
 """The key-value interface every catalog engine offers. File-system meaning is written above it, once.
 
-An engine is linearizable: a transaction that returned is seen by every later read, on every node. Revisions are positive
+An engine is linearizable: a transaction that returned is seen by every later read, on every node (with a replica: after
+`catch_up`, and one's own at once). Revisions are positive
 integers that grow with each successful transaction that changes something (and may with one whose operations change nothing).
 """
 
@@ -85,6 +86,13 @@ class KeyValue(Protocol):
 
     async def get(self, key: bytes) -> Entry | None:
         """The key's entry, or None."""
+        ...
+
+    async def catch_up(self) -> None:
+        """Return once reads see every transaction that returned, on any node, before this call.
+
+        Only an engine that reads from a replica lags at all, by no more than the way of an event.
+        """
         ...
 
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:

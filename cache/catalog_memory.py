@@ -43,6 +43,9 @@ class MemoryCatalog:
         """One more handle on the same content."""
         return MemoryCatalog(session, self)
 
+    async def catch_up(self) -> None:
+        """Nothing to do."""
+
     async def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 

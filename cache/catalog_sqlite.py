@@ -143,6 +143,9 @@ class SqliteCatalog:
 
     # Reading
 
+    async def catch_up(self) -> None:
+        """Nothing to do: reads go straight to the file."""
+
     async def get(self, key: bytes) -> Entry | None:
         await trio.lowlevel.checkpoint_if_cancelled()
         records = self._records

@@ -7,20 +7,43 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_etcd import EtcdCatalog, lease_of
-from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_kv import Entry, KeyValue
 from ckptfs.cache.catalog_memory import MemoryCatalog
+from ckptfs.cache.catalog_replica import ReplicatedCatalog
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.etcd_gateway import EtcdGateway
 
 OpenCatalog = Callable[..., KeyValue]
 
 
-@pytest.fixture(params=["sqlite", "memory", pytest.param("etcd", marks=pytest.mark.slow)])
-async def open_catalog(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenCatalog]:
+class CaughtUp(ReplicatedCatalog):
+    """A replica whose every read comes behind a barrier: then it promises what the others do."""
+
+    async def get(self, key: bytes) -> Entry | None:
+        await self.catch_up()
+        return await super().get(key)
+
+    async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
+        await self.catch_up()
+        return await super().range(prefix, after=after, limit=limit)
+
+    async def count(self, prefix: bytes) -> int:
+        await self.catch_up()
+        return await super().count(prefix)
+
+    async def end_session(self, session: str) -> int:
+        return await self._origin.end_session(session)
+
+
+@pytest.fixture(
+    params=["sqlite", "memory", pytest.param("etcd", marks=pytest.mark.slow), pytest.param("replica", marks=pytest.mark.slow)]
+)
+async def open_catalog(request: pytest.FixtureRequest, tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[OpenCatalog]:
     """A function that opens one more handle on the same catalog: `open_catalog(session=None)`."""
-    handles: list[SqliteCatalog | MemoryCatalog | EtcdCatalog] = []
+    handles: list[SqliteCatalog | MemoryCatalog | EtcdCatalog | ReplicatedCatalog] = []
     catalog = f"test-{os.urandom(4).hex()}"
 
     def open_sqlite(session: str | None = None) -> KeyValue:
@@ -40,7 +63,15 @@ async def open_catalog(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncI
         handles.append(EtcdCatalog(EtcdGateway([server.url]), catalog, session=session))
         return handles[-1]
 
-    yield {"sqlite": open_sqlite, "memory": open_memory, "etcd": open_etcd}[request.param]
+    def open_replica(session: str | None = None) -> KeyValue:
+        origin = open_etcd(session)
+        assert isinstance(origin, EtcdCatalog)
+        replica = CaughtUp(origin, tmp_path / f"replica-{len(handles)}.db")
+        handles[-1] = replica  # which closes its origin
+        nursery.start_soon(replica.run)
+        return replica
+
+    yield {"sqlite": open_sqlite, "memory": open_memory, "etcd": open_etcd, "replica": open_replica}[request.param]
     for handle in handles:
         await handle.aclose()
 

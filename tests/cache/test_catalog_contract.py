@@ -282,6 +282,9 @@ _transactions = st.lists(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "open_catalog", ["sqlite", "memory", "etcd"], indirect=True
+)  # replicas run in a nursery, which ends with one example
 @given(transactions=_transactions)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_any_history_is_what_a_mapping_says(

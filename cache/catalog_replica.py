@@ -1,0 +1,277 @@
+"""A replica of a catalog on etcd: names that are known are read on this machine, in microseconds.
+
+One process of a node keeps it, in one SQLite file (`replica.db`)::
+
+    kv    key BLOB PRIMARY KEY, value BLOB, create_rev, mod_rev, check_sum   WITHOUT ROWID
+    meta  name TEXT PRIMARY KEY, value     `revision`: how far it has come, 0 until it was loaded; `catalog`: of which one
+
+It is fed by etcd's watch: one revision, one transaction, its number with it (R19). A read says what was true at the replica's
+revision, which lags by the watch, about a millisecond. Where that isn't enough, `catch_up` first: the barrier of R6, one for all
+who ask before it is sent. A transaction returns when the replica has it, so everybody sees their own.
+
+It holds nothing of its own: a file that is damaged, of another catalog, or too old for etcd's history is made anew.
+"""
+
+import logging
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import TypeVar
+from zlib import crc32
+
+import trio
+
+from ckptfs.cache.catalog_etcd import EtcdCatalog, prefix_end
+from ckptfs.cache.catalog_kv import Compare, Entry, Event, Operation, TransactionResult
+from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
+
+log = logging.getLogger(__name__)
+
+LAYOUT_VERSION = 1
+ROWS_INLINE = 1_000
+LAG_SECONDS_MAX = 30.0
+RETRY_SECONDS = 1.0
+CHECKPOINT_PAGES = 4096
+
+_SCHEMA = f"""
+CREATE TABLE kv(key BLOB PRIMARY KEY, value BLOB NOT NULL, create_rev INTEGER NOT NULL, mod_rev INTEGER NOT NULL,
+    check_sum INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+INSERT INTO meta VALUES('revision', 0), ('catalog', '');
+PRAGMA user_version={LAYOUT_VERSION};
+"""
+_GET = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key=?"
+_RANGE = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key>=? AND key<? ORDER BY key LIMIT ?"
+_COUNT = "SELECT count(*) FROM kv WHERE key>=? AND key<?"
+_PUT = (
+    "INSERT INTO kv VALUES(?,?,?,?,?) ON CONFLICT(key) DO UPDATE SET value=excluded.value, mod_rev=excluded.mod_rev,"
+    " check_sum=excluded.check_sum"
+)
+_SET = "UPDATE meta SET value=? WHERE name=?"
+
+Listener = Callable[[list[Event]], None]
+Row = TypeVar("Row")
+
+
+class ReplicatedCatalog:
+    """A `KeyValue` that reads from its replica and changes its origin. `run` feeds it; reads wait until it was loaded.
+
+    `on_events` is told every change once it can be read here.
+    """
+
+    def __init__(self, origin: EtcdCatalog, path: Path, *, on_events: Listener | None = None) -> None:
+        self._origin = origin
+        self._path = path
+        self.on_events = on_events
+        self._connection = self._opened()
+        self._revision = self._loaded_revision()
+        self._advanced = trio.Event()
+        self._barrier = trio.Lock()
+        self._barriers_asked = 0
+        self._barriers_done = 0
+        self._reload = False
+        self._running: trio.CancelScope | None = None
+        self._ended = trio.Event()
+        self.trouble = ""
+        """Why the replica can't be fed now, or nothing."""
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            connection = self._connected()
+            (layout,) = connection.execute("PRAGMA user_version").fetchone()
+            if layout == LAYOUT_VERSION:
+                connection.execute("SELECT 1 FROM kv LIMIT 1").fetchone()
+                return connection
+            connection.close()
+        except sqlite3.DatabaseError as error:
+            log.warning("replica_made_anew path=%s error=%s", self._path, error)
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}{suffix}")
+        connection = self._connected()
+        connection.executescript(_SCHEMA)
+        return connection
+
+    def _connected(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
+        return connection
+
+    def _loaded_revision(self) -> int:
+        meta = dict(self._connection.execute("SELECT name, value FROM meta"))
+        return int(meta["revision"]) if meta["catalog"] == self._origin.name else 0
+
+    # Reading
+
+    async def get(self, key: bytes) -> Entry | None:
+        await self._loaded()
+        row = self._read(lambda: self._connection.execute(_GET, (key,)).fetchone())
+        return None if row is None else self._entry(row)
+
+    async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
+        await self._loaded()
+        first = prefix if after < prefix else after + b"\0"
+        found: list[Entry] = []
+        # In pieces: other requests are answered between them.
+        while limit is None or len(found) < limit:
+            at_once = ROWS_INLINE if limit is None else min(limit - len(found), ROWS_INLINE)
+            bounds = (first, prefix_end(prefix), at_once) if prefix else (first, b"\xff" * 600, at_once)
+            rows = self._read(lambda bounds=bounds: self._connection.execute(_RANGE, bounds).fetchall())  # type: ignore[misc]
+            found += map(self._entry, rows)
+            if len(rows) < at_once:
+                break
+            first = found[-1].key + b"\0"
+            await trio.lowlevel.checkpoint()
+        return found
+
+    async def count(self, prefix: bytes) -> int:
+        await self._loaded()
+        end = prefix_end(prefix) if prefix else b"\xff" * 600
+        (count,) = self._read(lambda: self._connection.execute(_COUNT, (prefix, end)).fetchone())
+        return int(count)
+
+    def _read(self, read: Callable[[], Row]) -> Row:
+        try:
+            return read()
+        except sqlite3.DatabaseError as error:
+            self._reload = True
+            raise DamagedData(f"the replica {self._path} is damaged ({error}); it is made anew from the catalog") from None
+
+    def _entry(self, row: tuple[bytes, bytes, int, int, int]) -> Entry:
+        key, value, created, modified, check_sum = row
+        if crc32(value, crc32(key)) != check_sum:
+            self._reload = True
+            raise DamagedData(f"the replica {self._path} has a damaged record; it is made anew from the catalog")
+        return Entry(key, value, created, modified)
+
+    async def _loaded(self) -> None:
+        if self._revision:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        else:
+            await self._reached(1)
+
+    async def revision(self) -> int:
+        return await self._origin.revision()
+
+    async def catch_up(self) -> None:
+        """Return once reads here see every transaction that returned, anywhere, before this call (R6)."""
+        self._barriers_asked += 1
+        mine = self._barriers_asked
+        async with self._barrier:
+            if self._barriers_done >= mine:
+                return
+            asked = self._barriers_asked
+            await self._reached(await self._origin.revision())
+            self._barriers_done = asked
+
+    async def _reached(self, revision: int) -> None:
+        with trio.move_on_after(LAG_SECONDS_MAX):
+            while self._revision < revision:
+                await self._advanced.wait()
+            return
+        raise CatalogUnavailable(
+            f"the replica of the catalog is at revision {self._revision} and hears nothing of {revision}"
+            f" ({self.trouble or 'etcd sends no events'}); the operation can be repeated"
+        )
+
+    # Changing
+
+    async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
+        result = await self._origin.transact(compares, operations)
+        await self._reached(result.revision)  # also of a refused one: what it was refused for can be read here then
+        return result
+
+    async def make_durable(self) -> None:
+        await self._origin.make_durable()
+
+    def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+        return self._origin.watch(after_revision)
+
+    # Feeding
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Feed the replica until cancelled; started when it has been loaded and has caught up."""
+        ended = self._ended = trio.Event()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._running = nursery.cancel_scope
+                nursery.start_soon(self._feed)
+                await self.catch_up()
+                task_status.started()
+        finally:
+            ended.set()
+
+    async def _feed(self) -> None:
+        while True:
+            try:
+                if not self._revision or self._reload:
+                    await self._load()
+                await self._follow()
+            except CatalogCompacted as compacted:
+                log.warning("replica_too_old reason=%s: it is loaded anew", compacted)
+                self._reload = True
+            except CatalogReplaced as replaced:
+                self.trouble = str(replaced)
+                log.error("catalog_replaced reason=%s", replaced)
+                await trio.sleep(RETRY_SECONDS)
+            except CatalogUnavailable as error:
+                self.trouble = str(error)
+                log.warning("replica_not_fed reason=%s", error)
+                await trio.sleep(RETRY_SECONDS)
+
+    async def _load(self) -> None:
+        entries, revision = await self._origin.range_at(b"", first=b"")
+        rows = [(e.key, e.value, e.create_revision, e.mod_revision, crc32(e.value, crc32(e.key))) for e in entries]
+        await trio.to_thread.run_sync(self._replace, rows, revision)
+        self._reload = False
+        self._advance(revision)
+        log.info("replica_loaded keys=%d revision=%d", len(rows), revision)
+
+    def _replace(self, rows: list[tuple[bytes, bytes, int, int, int]], revision: int) -> None:
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("DELETE FROM kv")
+        connection.executemany(_PUT, rows)
+        connection.execute(_SET, (revision, "revision"))
+        connection.execute(_SET, (self._origin.name, "catalog"))
+        connection.execute("COMMIT")
+
+    async def _follow(self) -> None:
+        async with aclosing(self._origin.follow(self._revision)) as transactions:
+            async for revision, events in transactions:
+                self._apply(revision, events)
+                self.trouble = ""
+                self._advance(revision)
+                if events and self.on_events is not None:
+                    self.on_events(events)
+                if self._reload:
+                    return
+
+    def _apply(self, revision: int, events: Sequence[Event]) -> None:
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        for event in events:
+            if event.value is None:
+                connection.execute("DELETE FROM kv WHERE key=?", (event.key,))
+            else:
+                connection.execute(_PUT, (event.key, event.value, revision, revision, crc32(event.value, crc32(event.key))))
+        connection.execute(_SET, (revision, "revision"))
+        connection.execute("COMMIT")
+
+    def _advance(self, revision: int) -> None:
+        self._revision = revision
+        self._advanced.set()
+        self._advanced = trio.Event()
+
+    async def aclose(self) -> None:
+        """End `run`, and close the replica and its origin."""
+        if self._running is not None:
+            self._running.cancel()
+            with trio.CancelScope(shield=True):
+                await self._ended.wait()
+        await self._origin.aclose()
+        self._connection.close()
