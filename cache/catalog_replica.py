@@ -51,20 +51,22 @@ _PUT = (
 )
 _SET = "UPDATE meta SET value=? WHERE name=?"
 
-Listener = Callable[[list[Event]], None]
+EventListener = Callable[[list[Event]], None]
+CommitListener = Callable[[int], None]
 Row = TypeVar("Row")
 
 
 class ReplicatedCatalog:
     """A `KeyValue` that reads from its replica and changes its origin. `run` feeds it; reads wait until it was loaded.
 
-    `on_events` is told every change once it can be read here.
+    `on_events` is told every change once it can be read here, `on_commit` the revisions of this handle's own transactions.
     """
 
-    def __init__(self, origin: EtcdCatalog, path: Path, *, on_events: Listener | None = None) -> None:
+    def __init__(self, origin: EtcdCatalog, path: Path) -> None:
         self._origin = origin
         self._path = path
-        self.on_events = on_events
+        self.on_events: EventListener | None = None
+        self.on_commit: CommitListener | None = None
         self._connection = self._opened()
         self._revision = self._loaded_revision()
         self._advanced = trio.Event()
@@ -182,6 +184,8 @@ class ReplicatedCatalog:
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
         result = await self._origin.transact(compares, operations)
+        if result.succeeded and self.on_commit is not None:
+            self.on_commit(result.revision)
         await self._reached(result.revision)  # also of a refused one: what it was refused for can be read here then
         return result
 
@@ -196,6 +200,7 @@ class ReplicatedCatalog:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Feed the replica until cancelled; started when it has been loaded and has caught up."""
         ended = self._ended = trio.Event()
+        self._revision = self._loaded_revision()  # another process may have fed the file since it was opened here
         try:
             async with trio.open_nursery() as nursery:
                 self._running = nursery.cancel_scope

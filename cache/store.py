@@ -9,6 +9,7 @@
     shards/         shards held for others (and for this node's own versions)
     copies/         verified local copies of versions whose home is elsewhere
     small_copies.db, agent.db, mount.db      indexes, each written by one process
+    replica.db      what the catalog says, where it is on etcd
     reserve         room kept for starting on a full drive; may be absent
     run/            sockets and pid files
 
@@ -73,6 +74,7 @@ class StoreDirectory:
         self.run = path / "run"
         self.mount_db = path / "mount.db"
         self.agent_db = path / "agent.db"
+        self.replica_db = path / "replica.db"
         self.small_copies_db = path / "small_copies.db"
         self.mount_socket = self.run / "mount.sock"
         self.agent_socket = self.run / "agent.sock"

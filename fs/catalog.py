@@ -6,11 +6,35 @@ from typing import TYPE_CHECKING
 
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import StoreError
+from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.config import ConfigurationError, EtcdSection, NodeConfig
 from ckptfs.fs.space import catalog_reserve_bytes
 
 if TYPE_CHECKING:
     from ckptfs.cache.catalog_etcd import EtcdCatalog
+    from ckptfs.cache.catalog_replica import ReplicatedCatalog
+
+
+def open_on_drive(config: NodeConfig, role: str, *, session: str | None = None, create: bool = False) -> SqliteCatalog:
+    """As `open_catalog`, for a SQLite file."""
+    path = config.catalog_path
+    return SqliteCatalog.open(
+        path,
+        writer_label=f"{config.node_id}/{role}",
+        session=session,
+        create=create,
+        reserve_bytes=catalog_reserve_bytes(path),
+    )
+
+
+def open_replica(config: NodeConfig, store: StoreDirectory, session: str) -> "ReplicatedCatalog":
+    """A catalog on etcd, read from the node's replica, which one process of a node keeps. Raises as `open_catalog`."""
+    from ckptfs.cache.catalog_etcd import EtcdCatalog
+    from ckptfs.cache.catalog_replica import ReplicatedCatalog
+
+    origin = open_catalog(config, "replica", session=session)
+    assert isinstance(origin, EtcdCatalog)
+    return ReplicatedCatalog(origin, store.replica_db)
 
 
 def open_catalog(
@@ -23,14 +47,7 @@ def open_catalog(
     """
     place = config.etcd_place
     if place is None:
-        path = config.catalog_path
-        return SqliteCatalog.open(
-            path,
-            writer_label=f"{config.node_id}/{role}",
-            session=session,
-            create=create,
-            reserve_bytes=catalog_reserve_bytes(path),
-        )
+        return open_on_drive(config, role, session=session, create=create)
     # An HTTP client takes time and memory, which a node with a SQLite file doesn't need.
     from ckptfs.cache.catalog_etcd import EtcdCatalog
     from ckptfs.cache.etcd_gateway import EtcdGateway

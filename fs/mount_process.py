@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import trio
 
 from ckptfs import __version__
+from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
@@ -34,16 +35,18 @@ from ckptfs.cache.store_registry import stores as list_stores
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
-from ckptfs.fs.catalog import open_catalog
+from ckptfs.fs.barrier import behind_barrier
+from ckptfs.fs.catalog import open_on_drive, open_replica
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability, Fact
 from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
-from ckptfs.fs.fuse_session import FuseSession, Negotiated, not_servable
+from ckptfs.fs.fuse_session import FuseSession, Handler, Negotiated, not_servable
 from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
+from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
@@ -72,6 +75,9 @@ from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
 from ckptfs.replication.quiet_threads import QuietThreads
+
+if TYPE_CHECKING:
+    from ckptfs.cache.catalog_replica import ReplicatedCatalog
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +111,15 @@ class MountProcess:
             self._database = MountDatabase(self._store.mount_db)
         except DamagedData as damage:  # with the handles that programs hold: this connection can't be served any more
             end_for_good(self._store.run, "mount", str(damage))
-        session = session_label(self._store.store_id, incarnation) if config.etcd_place else None
-        self._kv = open_catalog(config, "mount", session=session)
-        on_drive = self._kv if isinstance(self._kv, SqliteCatalog) else None
+        self._replica: ReplicatedCatalog | None = None
+        self._catalog_file: SqliteCatalog | None = None
+        self._kv: KeyValue
+        if config.etcd_place:
+            self._kv = self._replica = open_replica(config, self._store, session_label(self._store.store_id, incarnation))
+        else:
+            self._kv = self._catalog_file = open_on_drive(config, "mount")
         self._agent = LocalClient(self._store.agent_socket)
-        self._space = Space(config.store, store_reserve(self._store), on_drive, self._agent_has_started)
+        self._space = Space(config.store, store_reserve(self._store), self._catalog_file, self._agent_has_started)
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
         self._agreed = trio.Event()
@@ -133,7 +143,13 @@ class MountProcess:
 
     async def run(self) -> None:
         with contextlib.ExitStack() as stack:
-            await self._run(stack)
+            if self._replica is None:
+                await self._run(stack)
+                return
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._replica.run)
+                await self._run(stack)
+                nursery.cancel_scope.cancel()
 
     async def _run(self, stack: contextlib.ExitStack) -> None:
         store, config = self._store, self._config
@@ -206,7 +222,7 @@ class MountProcess:
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
             self._device,
-            self._space.guarded(names.handlers() | files.handlers() | inodes.handlers(), was_carried_out),
+            self._space.guarded(self._fresh(names.handlers() | files.handlers() | inodes.handlers()), was_carried_out),
             allow_passthrough=may_pass,
             continues=not self._new_connection,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
@@ -254,6 +270,8 @@ class MountProcess:
             nursery.start_soon(self._release.run)
             nursery.start_soon(self._let_go_of_earlier, repeats, files.let_go)
             nursery.start_soon(self._try_passthrough, open_files)
+            if self._replica is not None:
+                nursery.start_soon(self._tell_kernel, self._replica, session)
             await nursery.start(serve, store.mount_socket, self.answer)
             is_ready(store.run, "mount")
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
@@ -261,6 +279,16 @@ class MountProcess:
             log.info("mount_ended requests=%d", session.statistics().requests)
             await self._end()
             nursery.cancel_scope.cancel()
+
+    def _fresh(self, handlers: dict[int, Handler]) -> dict[int, Handler]:
+        """The handlers, which ask the catalog itself where its replica is not enough."""
+        return handlers if self._replica is None else behind_barrier(handlers, self._replica)
+
+    async def _tell_kernel(self, replica: "ReplicatedCatalog", session: FuseSession) -> None:
+        """What other nodes change is not kept by this machine's kernel."""
+        cache = KernelCache(session.notify)
+        replica.on_commit, replica.on_events = cache.committed, cache.changed
+        await cache.run()
 
     def _give_up(self) -> NoReturn:
         """The requests the earlier process had in hand are lost: nobody would ever answer them."""
@@ -465,7 +493,9 @@ class MountProcess:
                 f"the cluster was made with {agreed.data_shards}+{agreed.parity_shards} and cells of {agreed.cell_size} bytes,"
                 " which holds for all nodes; this node's configuration says otherwise"
             )
-        if isinstance(self._kv, SqliteCatalog) and (damage := self._kv.statistics().damage):
+        if self._replica is not None and self._replica.trouble:
+            problems.append(f"names wait, and are EIO after a while; open files go on: {self._replica.trouble}")
+        if self._catalog_file is not None and (damage := self._catalog_file.statistics().damage):
             problems.append(f"programs get EIO: {damage}")
         if kept := self._sweep.kept_count:
             problems.append(

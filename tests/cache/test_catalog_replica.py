@@ -1,0 +1,133 @@
+"""What only a replica can meet: a lag, a history that was cut, a file that was damaged or is another catalog's."""
+
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from ckptfs.cache.catalog_etcd import EtcdCatalog
+from ckptfs.cache.catalog_kv import Delete, Put
+from ckptfs.cache.catalog_replica import ReplicatedCatalog
+from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.etcd_gateway import EtcdGateway
+
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def running(url: str, name: str, path: Path) -> AsyncIterator[ReplicatedCatalog]:
+    async with trio.open_nursery() as nursery:
+        replica = ReplicatedCatalog(EtcdCatalog(EtcdGateway([url]), name), path)
+        await nursery.start(replica.run)
+        yield replica
+        await replica.aclose()
+
+
+def origin_of(url: str, name: str) -> Any:
+    return aclosing(EtcdCatalog(EtcdGateway([url]), name))
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{os.urandom(4).hex()}"
+
+
+async def test_it_goes_on_where_it_was(etcd: Any, name: str, tmp_path: Path) -> None:
+    async with origin_of(etcd.url, name) as origin:
+        await origin.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
+        async with running(etcd.url, name, tmp_path / "replica.db") as replica:
+            before = await replica.range(b"")
+            assert before == await origin.range(b"")
+        await origin.transact([], [Put(b"a", b"2"), Delete(b"b"), Put(b"c", b"1")])
+        async with running(etcd.url, name, tmp_path / "replica.db") as replica:
+            assert await replica.range(b"") == await origin.range(b"")
+            assert (await replica.range(b""))[0].create_revision == before[0].create_revision
+
+
+async def test_a_history_that_was_cut_is_loaded_anew(make_etcd: Callable[[], Any], name: str, tmp_path: Path) -> None:
+    server = make_etcd()
+    async with origin_of(server.url, name) as origin:
+        await origin.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
+        async with running(server.url, name, tmp_path / "replica.db"):
+            pass
+        await origin.transact([], [Delete(b"b")])
+        last = await origin.transact([], [Put(b"c", b"1")])
+        await origin.compact(last.revision)
+        async with running(server.url, name, tmp_path / "replica.db") as replica:
+            assert await replica.get(b"b") is None
+            assert await replica.range(b"") == await origin.range(b"")
+
+
+@pytest.mark.parametrize("damage", ["record", "bytes", "gone", "another catalog's", "another layout"])
+async def test_a_file_that_can_not_be_used_is_made_anew(etcd: Any, name: str, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "replica.db"
+    async with origin_of(etcd.url, name) as origin:
+        await origin.transact([], [Put(b"a", b"1"), Put(b"b", b"1")])
+        async with running(etcd.url, name, path):
+            pass
+        match damage:
+            case "record":
+                with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+                    connection.execute("UPDATE kv SET value=x'00' WHERE key=?", (b"a",))
+            case "bytes":
+                path.write_bytes(os.urandom(path.stat().st_size))
+            case "gone":
+                path.unlink()
+            case "another layout":
+                with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+                    connection.execute("PRAGMA user_version=7")
+            case _:
+                async with running(etcd.url, f"{name}-2", path) as other:
+                    assert await other.range(b"") == []
+        async with running(etcd.url, name, path) as replica:
+            if damage == "record":  # found by who reads it
+                with pytest.raises(DamagedData, match="it is made anew from the catalog"):
+                    await replica.get(b"a")
+                await origin.transact([], [Put(b"c", b"1")])  # the next event
+                with trio.fail_after(10):
+                    while (entry := await _or_none(replica, b"a")) is None:
+                        await trio.sleep(0.01)
+                assert entry.value == b"1"
+            assert await replica.range(b"") == await origin.range(b"")
+
+
+async def _or_none(replica: ReplicatedCatalog, key: bytes) -> Any:
+    try:
+        return await replica.get(key)
+    except DamagedData:
+        return None
+
+
+async def test_one_barrier_serves_all_who_asked_before_it_was_sent(etcd: Any, name: str, tmp_path: Path) -> None:
+    async with running(etcd.url, name, tmp_path / "replica.db") as replica:
+        asked = 0
+        revision = replica._origin.revision
+
+        async def counted() -> int:
+            nonlocal asked
+            asked += 1
+            return await revision()
+
+        replica._origin.revision = counted  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            for _ in range(50):
+                nursery.start_soon(replica.catch_up)
+        assert asked <= 2
+
+
+async def test_who_listens_hears_of_others_and_of_own_commits(etcd: Any, name: str, tmp_path: Path) -> None:
+    async with origin_of(etcd.url, name) as origin, running(etcd.url, name, tmp_path / "replica.db") as replica:
+        heard: list[tuple[bytes, int]] = []
+        own: list[int] = []
+        replica.on_events = lambda events: heard.extend((event.key, event.revision) for event in events)
+        replica.on_commit = own.append
+        foreign = await origin.transact([], [Put(b"theirs", b"")])
+        mine = await replica.transact([], [Put(b"mine", b"")])
+        await replica.catch_up()
+        assert heard == [(b"theirs", foreign.revision), (b"mine", mine.revision)]
+        assert own == [mine.revision]
