@@ -16,6 +16,7 @@ from ckptfs.cache.catalog_rows import BRING_BACK, read_entry
 from ckptfs.cache.drive_refusal import connect_read_only, refuses_writes
 from ckptfs.cache.errors import CatalogFull, CatalogUnavailable, DamagedData, StoreError
 from ckptfs.cache.sqlite_full import is_full
+from ckptfs.cache.store import sync_directory
 
 LAYOUT_VERSION = 1
 APPLICATION_ID = 0x636B7066  # "ckpf"
@@ -62,7 +63,7 @@ def prepare(path: str) -> sqlite3.Connection:
         if not check_identity(path, connection):
             patient(path, lambda connection: connection.execute("PRAGMA journal_mode=WAL").fetchone(), connection)
             transaction(connection, lambda connection: _create(path, connection))
-            _sync_directory(os.path.dirname(os.path.abspath(path)))
+            sync_directory(Path(os.path.abspath(path)).parent)
         (mode,) = patient(path, lambda connection: connection.execute("PRAGMA journal_mode=WAL").fetchone(), connection)
         if mode != "wal":
             raise StoreError(f"the catalog {path} can't use a write-ahead log here (got {mode}): use a local file system")
@@ -94,14 +95,6 @@ def _create(path: str, connection: sqlite3.Connection) -> None:
     if not check_identity(path, connection):
         for statement in _SCHEMA:
             connection.execute(statement)
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def transaction(connection: sqlite3.Connection, apply: Callable[[sqlite3.Connection], Result]) -> Result:

@@ -23,8 +23,6 @@ from typing import Any
 import trio
 
 from ckptfs.cache.catalog_kv import (
-    COMPARES_MAX,
-    OPERATIONS_MAX,
     Compare,
     Delete,
     EmptyRange,
@@ -35,6 +33,7 @@ from ckptfs.cache.catalog_kv import (
     Put,
     TransactionResult,
     Unchanged,
+    check_transaction,
 )
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, SessionEnded
 from ckptfs.cache.etcd_gateway import (
@@ -162,12 +161,7 @@ class EtcdCatalog:
     # Writing
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
-        if len(compares) > COMPARES_MAX or len(operations) > OPERATIONS_MAX:
-            raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
-        if len({operation.key for operation in operations}) != len(operations):
-            raise ValueError("a transaction names one key twice")
-        if self.session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
-            raise ValueError("a key can't be bound to a session: this handle was opened without one")
+        check_transaction(compares, operations, self.session)
         compared = [self._compare(compare) for compare in compares]
         if not operations:
             answer = await self._transact(compared, [])

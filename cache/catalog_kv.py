@@ -66,6 +66,16 @@ OPERATIONS_MAX = 120
 """Limits of one transaction: etcd's 128, less what an engine adds; a key may appear once among the operations."""
 
 
+def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation], session: str | None) -> None:
+    """What every engine refuses, before it does anything. Raises `ValueError`."""
+    if len(compares) > COMPARES_MAX or len(operations) > OPERATIONS_MAX:
+        raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
+    if len({operation.key for operation in operations}) != len(operations):
+        raise ValueError("a transaction names one key twice")
+    if session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
+        raise ValueError("a key can't be bound to a session: this handle was opened without one")
+
+
 class TransactionResult(NamedTuple):
     """`revision` is the transaction's own when it succeeded, else the newest one the engine has seen."""
 

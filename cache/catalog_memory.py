@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 import trio
 
 from ckptfs.cache.catalog_kv import (
-    COMPARES_MAX,
-    OPERATIONS_MAX,
     Compare,
     EmptyRange,
     Entry,
@@ -21,6 +19,7 @@ from ckptfs.cache.catalog_kv import (
     Present,
     Put,
     TransactionResult,
+    check_transaction,
 )
 from ckptfs.cache.errors import CatalogCompacted
 
@@ -67,12 +66,7 @@ class MemoryCatalog:
         return self._keys[first:end]
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
-        if len(compares) > COMPARES_MAX or len(operations) > OPERATIONS_MAX:
-            raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
-        if len({operation.key for operation in operations}) != len(operations):
-            raise ValueError("a transaction names one key twice")
-        if self.session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
-            raise ValueError("a key can't be bound to a session: this engine was opened without one")
+        check_transaction(compares, operations, self.session)
         if not all(self._holds(compare) for compare in compares):
             return TransactionResult(False, len(self._log))
         revision = len(self._log) + 1

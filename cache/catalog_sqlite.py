@@ -38,14 +38,12 @@ import trio
 
 from ckptfs.cache.catalog_connection import BUSY_SECONDS_MAX, connect, guarded, is_busy, patient, prepare, transaction, translated
 from ckptfs.cache.catalog_kv import (
-    COMPARES_MAX,
-    OPERATIONS_MAX,
     Compare,
     Entry,
     Event,
     Operation,
-    Put,
     TransactionResult,
+    check_transaction,
 )
 from ckptfs.cache.catalog_maintenance import CatalogMaintenance, checkpoint
 from ckptfs.cache.catalog_rows import (
@@ -214,12 +212,7 @@ class SqliteCatalog:
     # Writing
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
-        if len(compares) > COMPARES_MAX or len(operations) > OPERATIONS_MAX:
-            raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
-        if len({operation.key for operation in operations}) != len(operations):
-            raise ValueError("a transaction names one key twice")
-        if self.session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
-            raise ValueError("a key can't be bound to a session: this engine was opened without one")
+        check_transaction(compares, operations, self.session)
         changed: dict[bytes, Written | None] = {}
         session = self.session
         return await self._transact(
