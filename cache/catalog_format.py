@@ -42,6 +42,10 @@ _NOT_NEGATIVE = msgspec.Meta(ge=0)
 _POSITIVE = msgspec.Meta(ge=1)
 
 
+BLOCKS_UNKNOWN = -1
+"""In place of a number of blocks, where nobody has noted it: the size has to do."""
+
+
 class VersionState(enum.IntEnum):
     """A version's stored state. 0 is never valid, so that zeroed space is not a state.
 
@@ -106,6 +110,7 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     file) is kept until this inode has a local one, so that a power cut shows the old content rather than none.
     `times_set_ns` is when another node than the writer set the times, else 0: they hold unless the segment was written since.
     `prefix`, `prefix_next` and `prefix_holds`: see `prefixes`.
+    `blocks` of 512 bytes is what the file took on its home's drive when `size` was recorded: fewer, if it has holes.
     """
 
     format: int
@@ -135,6 +140,7 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     prefix: Annotated[Vid, _ID] | None = None
     prefix_next: Annotated[Vid, _ID] | None = None
     prefix_holds: bool = False
+    blocks: int = BLOCKS_UNKNOWN
 
     def mtime_with(self, segment_mtime_ns: int) -> int:
         """The file's mtime, given that of the segment its writer has."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckptfs.cache.checksum import cell_hash, cell_size_for, content_root
+from ckptfs.cache.holes import Holes, zero_hash
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.segments import Segments, has_no_writer
 
@@ -33,13 +34,14 @@ class SealCandidate(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """What sealing found: the content's size, root and cell size, and the segment's mtime."""
+    """What sealing found: the content's size, root and cell size, the segment's mtime, and the blocks of 512 bytes it takes."""
 
     candidate: SealCandidate
     size: int
     root: bytes
     cell_size: int
     mtime_ns: int
+    blocks: int
 
 
 class SealFailed(NamedTuple):
@@ -98,26 +100,30 @@ class Sealer:
             os.fdatasync(candidate.descriptor)
             self._segments.sync_directories([candidate.segment])
             before = os.fstat(candidate.descriptor)
-            return self._hashed(candidate, before.st_size, before.st_mtime_ns)
+            return self._hashed(candidate, before)
         except OSError as error:
             return SealFailed(candidate, error)
 
     def _hash(self, candidate: SealCandidate) -> Sealed | None:
         before = os.fstat(candidate.descriptor)
-        size = before.st_size
-        sealed = self._hashed(candidate, size, before.st_mtime_ns)
+        sealed = self._hashed(candidate, before)
         after = os.fstat(candidate.descriptor)
-        if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns) or not has_no_writer(candidate.descriptor):
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns) or not has_no_writer(candidate.descriptor):
             return None
         return sealed
 
-    def _hashed(self, candidate: SealCandidate, size: int, mtime_ns: int) -> Sealed | None:
+    def _hashed(self, candidate: SealCandidate, status: os.stat_result) -> Sealed | None:
+        size, holes = status.st_size, Holes(candidate.descriptor)
         cell_size = cell_size_for(size, self._data_shards, self._cell_size_max, self._small_file_size)
         table = bytearray()
         with memoryview(self._buffer) as buffer:
             for offset in range(0, size, cell_size):
                 wanted = min(cell_size, size - offset)
+                if holes.cover(offset, wanted):
+                    table += zero_hash(wanted)
+                    continue
                 if os.preadv(candidate.descriptor, [buffer[:wanted]], offset) != wanted or not candidate.still_wanted():
                     return None
                 table += cell_hash(buffer[:wanted])
-        return Sealed(candidate, size, content_root(candidate.vid, size, cell_size, table), cell_size, mtime_ns)
+        root = content_root(candidate.vid, size, cell_size, table)
+        return Sealed(candidate, size, root, cell_size, status.st_mtime_ns, status.st_blocks)

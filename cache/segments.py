@@ -21,6 +21,7 @@ from pathlib import Path
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.file_identity import FileIdentity, file_identity
+from ckptfs.cache.holes import Holes, zero_hash
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
 
 ATTRIBUTE = "user.ckptfs"
@@ -217,10 +218,13 @@ def hash_cells(
     os.posix_fadvise(descriptor, start, count * cell_size, os.POSIX_FADV_DONTNEED)
     end = min(os.fstat(descriptor).st_size, start + count * cell_size)
     table = bytearray()
-    buffer = memoryview(bytearray(min(cell_size, max(end - start, 0))))
+    buffer, holes = memoryview(bytearray(min(cell_size, max(end - start, 0)))), Holes(descriptor)
     for offset in range(start, end, cell_size):
         still_wanted()
         length = min(cell_size, end - offset)
+        if holes.cover(offset, length):
+            table += zero_hash(length)
+            continue
         try:
             read = os.preadv(descriptor, [buffer[:length]], offset)
         except OSError:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptfs.cache.catalog_format import (
+    BLOCKS_UNKNOWN,
     ENTRY_PREFIX,
     VERSION_PREFIX,
     DirectoryEntry,
@@ -89,6 +90,7 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
         prefix=None if left == inode.prefix else inode.prefix,
         prev_local=None,
         size=left_version.size,
+        blocks=BLOCKS_UNKNOWN,
     )
     operations: list[Operation] = [
         version_step(vid, version, None),

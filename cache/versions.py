@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptfs.cache.catalog_format import (
+    BLOCKS_UNKNOWN,
     FORMAT_VERSION,
     NO_SEGMENT,
     Inode,
@@ -49,7 +50,7 @@ class OpenedForWriting(NamedTuple):
 
 class LocalCommit(NamedTuple):
     """A version whose bytes are synced and hashed here. `root` is the content root over cells of `cell_size` bytes. With
-    `release_writer` other nodes may write the file from then on."""
+    `release_writer` other nodes may write the file from then on. `blocks` of 512 bytes is what its segment takes."""
 
     ino: InodeNumber
     vid: Vid
@@ -58,6 +59,7 @@ class LocalCommit(NamedTuple):
     cell_size: int
     mtime_ns: int
     release_writer: bool
+    blocks: int = BLOCKS_UNKNOWN
 
 
 class CommittedLocal(NamedTuple):
@@ -330,6 +332,7 @@ class Versions:
             open=None,
             prev_local=None,
             size=local.size,
+            blocks=local.blocks,
             mtime_ns=inode.mtime_with(local.mtime_ns),
             ctime_ns=max(inode.ctime_ns, local.mtime_ns),
             times_set_ns=0,

@@ -40,7 +40,7 @@ class AttributeView:
 
     async def attributes(self, ino: InodeNumber, inode: Inode) -> tuple[bytes, tuple[int, int]]:
         """The packed attributes, and how long they are valid (seconds, nanoseconds)."""
-        size, mtime_ns, ctime_ns, atime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.atime_ns, -1
+        size, mtime_ns, ctime_ns, atime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.atime_ns, inode.blocks
         valid = self._valid
         nlink = inode.nlink
         if inode.is_directory:

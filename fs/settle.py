@@ -175,8 +175,7 @@ class Settler:
         if not sealed:
             return False
         commits = [
-            LocalCommit(r.candidate.ino, r.candidate.vid, r.size, r.root, r.cell_size, r.mtime_ns, release_writer=True)
-            for r in sealed
+            LocalCommit(r.candidate.ino, r.candidate.vid, r.size, r.root, r.cell_size, r.mtime_ns, True, r.blocks) for r in sealed
         ]
         sizes = {commit.vid: commit.size for commit in commits}
         committed = await self._versions.commit_local(commits)
