@@ -131,10 +131,11 @@ class Namespace:
 
     # The catalog as a whole
 
-    async def format_if_empty(self, settings: Settings) -> Settings:
-        """Make a new catalog's root, unless it has one; several nodes may do so at once. Returns the settings that hold."""
+    async def format_if_empty(self, settings: Settings, uid: int = 0, gid: int = 0) -> Settings:
+        """Make a new catalog's root, unless it has one; several nodes may do so at once. Returns the settings that hold. The root
+        directory is this user's and this group's."""
         now = self.now_ns()
-        root = Inode(FORMAT_VERSION, stat.S_IFDIR | 0o755, 0, 0, now, now, now, parent=ROOT_INODE)
+        root = Inode(FORMAT_VERSION, stat.S_IFDIR | 0o755, uid, gid, now, now, now, parent=ROOT_INODE)
         await self.kv.transact(
             [Unchanged(SETTINGS_KEY, 0), Unchanged(inode_key(ROOT_INODE), 0), Unchanged(INODE_BLOCK_KEY, 0)],
             [

@@ -11,8 +11,9 @@ import select
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfs.fs import fuse_device, service_manager
+from ckptfs.fs import fuse_device, fusermount, service_manager
 from ckptfs.fs.config import NodeConfig
+from ckptfs.fs.fusermount import CONFIGURATION
 from ckptfs.fs.mount_table import abort_connection, mounts_at
 
 log = logging.getLogger(__name__)
@@ -33,17 +34,19 @@ class Connection(NamedTuple):
 
 def new_connection(config: NodeConfig, incarnation: int) -> Connection:
     """Mount. Raises `MountError`."""
-    device = fuse_device.open_device()
-    try:
-        fuse_device.mount(device, config.mountpoint, config.store, allow_other=config.mount.allow_other)
-    except BaseException:
-        os.close(device)
-        raise
+    device = fuse_device.mount(config.mountpoint, config.store, allow_other=_lets_others_in(config))
     fuse_device.set_read_ahead(config.mountpoint, READ_AHEAD_BYTES)
     name = f"fuse-{mounts_at(config.mountpoint)[-1].device[1]}-{incarnation}"
     if service_manager.notify("FDSTORE=1", f"FDNAME={name}", descriptors=[device]):
         log.info("connection_kept_by_service_manager name=%s", name)
     return Connection(device, incarnation, name)
+
+
+def _lets_others_in(config: NodeConfig) -> bool:
+    if config.mount.allow_other and os.geteuid() != 0 and not fusermount.may_allow_other():
+        log.warning("mount_for_its_user_only mountpoint=%s: %s has no line user_allow_other", config.mountpoint, CONFIGURATION)
+        return False
+    return config.mount.allow_other
 
 
 def kept_connection(mountpoint: Path, store: Path) -> Connection | None:

@@ -1,7 +1,7 @@
 """The descriptor between the kernel and us: opening `/dev/fuse`, mounting, unmounting.
 
-We mount ourselves with mount(2) instead of through libfuse, because the descriptor has to outlive the process that answers
-requests, and because passthrough needs an INIT reply that libfuse does not give.
+We mount ourselves instead of through libfuse, because the descriptor has to outlive the process that answers requests, and
+because passthrough needs an INIT reply that libfuse does not give: root with mount(2), others through fusermount3.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import os
 import stat
 from pathlib import Path
 
+from ckptfs.fs import fusermount
+from ckptfs.fs.fusermount import DEVICE
 from ckptfs.fs.mount_table import SOURCE_PREFIX, mounts_at
 
-DEVICE = Path("/dev/fuse")
 MS_NOSUID, MS_NODEV = 2, 4
 MNT_DETACH = 2
-FILE_SYSTEM_TYPE = "fuse.ckptfs"
+SUBTYPE = "ckptfs"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,27 +44,44 @@ def check_mountpoint(mountpoint: Path) -> None:
         raise MountError(f"the mountpoint {mountpoint} is not empty; nothing was touched: empty it or name another directory")
 
 
-def open_device() -> int:
-    """A new FUSE connection, not yet mounted. Raises `MountError`."""
+def mount(mountpoint: Path, store: Path, *, allow_other: bool) -> int:
+    """A new FUSE connection, mounted; its descriptor, which doesn't block, is the caller's. Raises `MountError`.
+
+    `allow_other` lets others than this process's user in; an ordinary user may say so only where the machine allows it.
+    """
+    source = f"{SOURCE_PREFIX}{store}"
+    if os.geteuid() != 0:
+        try:
+            return fusermount.mount(mountpoint, source, SUBTYPE, allow_other=allow_other)
+        except fusermount.FusermountFailed as error:
+            raise MountError(f"{mountpoint} can't be mounted: {error}") from None
+    device = _open_device()
+    try:
+        _mount(device, mountpoint, source, allow_other=allow_other)
+    except BaseException:
+        os.close(device)
+        raise
+    return device
+
+
+def _open_device() -> int:
     try:
         return os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise MountError("/dev/fuse is missing; load the kernel module: modprobe fuse") from None
     except OSError as error:
-        raise MountError(f"/dev/fuse can't be opened: {error.strerror}; run as root") from None
+        raise MountError(f"/dev/fuse can't be opened: {error.strerror}; a container must be given the device") from None
 
 
-def mount(device: int, mountpoint: Path, store: Path, *, allow_other: bool) -> None:
-    """Mount the connection. Raises `MountError`."""
+def _mount(device: int, mountpoint: Path, source: str, *, allow_other: bool) -> None:
     mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
     options = f"fd={device},rootmode={mode:o},user_id={os.getuid()},group_id={os.getgid()},default_permissions"
     if allow_other:
         options += ",allow_other"
-    source = f"{SOURCE_PREFIX}{store}".encode(errors="surrogateescape")
-    target = os.fsencode(mountpoint)
-    if _libc.mount(source, target, FILE_SYSTEM_TYPE.encode(), ctypes.c_ulong(MS_NOSUID | MS_NODEV), options.encode()):
+    target, kind = os.fsencode(mountpoint), f"fuse.{SUBTYPE}".encode()
+    if _libc.mount(os.fsencode(source), target, kind, ctypes.c_ulong(MS_NOSUID | MS_NODEV), options.encode()):
         number = ctypes.get_errno()
-        remedy = "; run as root" if number == errno.EPERM else ""
+        remedy = "; a container needs CAP_SYS_ADMIN for it" if number == errno.EPERM else ""
         raise MountError(f"{mountpoint} can't be mounted: {os.strerror(number)}{remedy}")
 
 
@@ -81,8 +99,22 @@ def unmount(mountpoint: Path, *, lazily: bool = False) -> bool:
     if _libc.umount2(os.fsencode(mountpoint), ctypes.c_int(MNT_DETACH if lazily else 0)) == 0:
         return True
     number = ctypes.get_errno()
+    if number == errno.EPERM:
+        return _unmount_as_user(mountpoint, lazily=lazily)
     if number == errno.EBUSY:
         return False
     if number in (errno.EINVAL, errno.ENOENT):
         return True
     raise MountError(f"{mountpoint} can't be unmounted: {os.strerror(number)}")
+
+
+def _unmount_as_user(mountpoint: Path, *, lazily: bool) -> bool:
+    try:
+        fusermount.unmount(mountpoint, lazily=lazily)
+    except fusermount.FusermountFailed as error:
+        if not mounts_at(mountpoint):
+            return True
+        if os.strerror(errno.EBUSY) in str(error):
+            return False
+        raise MountError(f"{mountpoint} can't be unmounted: {error}") from None
+    return True

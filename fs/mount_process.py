@@ -33,6 +33,7 @@ from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.cache.store_registry import stores as list_stores
 from ckptfs.cache.versions import Versions
+from ckptfs.fs import fusermount
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.barrier import behind_barrier
@@ -238,6 +239,8 @@ class MountProcess:
         self._growing = growing
         self._durability = Durability(namespace, versions, self._size_of)
         self._settings = settings
+        mounted = mounts_at(config.mountpoint)
+        self._for_its_user_only = config.mount.allow_other and bool(mounted) and not mounted[-1].allow_other
         recovery = MountRecovery(
             self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen
         )
@@ -483,6 +486,11 @@ class MountProcess:
             problems.append(f"FULL, programs get ENOSPC: {self._space.shortage}")
         elif self._release.warning:
             problems.append(f"nearly full: {self._release.warning}")
+        if self._for_its_user_only:
+            problems.append(
+                f"only the user {os.geteuid()}, who runs the node, can use its mount: for others {fusermount.CONFIGURATION} needs"
+                " the line user_allow_other, and the node a new start (mount.allow_other = false: it is meant so)"
+            )
         asked, agreed = self._config.protection, self._settings
         if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes) != (
             agreed.data_shards,

@@ -16,11 +16,13 @@ MNT_FORCE = 1
 
 @dataclass(frozen=True)
 class Mounted:
-    """One mount. `device` is st_dev's (major, minor); the minor names the FUSE connection."""
+    """One mount. `device` is st_dev's (major, minor); the minor names the FUSE connection. `allow_other`: not only the user who
+    mounted it can use it."""
 
     mountpoint: Path
     store: Path
     device: tuple[int, int]
+    allow_other: bool = False
 
 
 def parse_mountinfo(text: str) -> list[Mounted]:
@@ -35,7 +37,8 @@ def parse_mountinfo(text: str) -> list[Mounted]:
         if after[0].split(".")[0] == "fuse" and source.startswith(SOURCE_PREFIX):
             major, _, minor = fields[2].partition(":")
             store = Path(source.removeprefix(SOURCE_PREFIX))
-            found.append(Mounted(Path(_unescape(fields[4])), store, (int(major), int(minor))))
+            allow_other = "allow_other" in "".join(after[2:3]).split(",")
+            found.append(Mounted(Path(_unescape(fields[4])), store, (int(major), int(minor)), allow_other))
     return found
 
 
@@ -83,7 +86,8 @@ def detach(mountpoint: Path, *, abort: bool) -> None:
     for mounted in reversed(mounts_at(mountpoint)):
         if abort:
             abort_connection(mounted)
-        subprocess.run(["umount", "--lazy", "--", os.fspath(mountpoint)], check=False, capture_output=True)
+        command = ["umount", "--lazy"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        subprocess.run([*command, "--", os.fspath(mountpoint)], check=False, capture_output=True)
 
 
 def _unescape(field: str) -> str:

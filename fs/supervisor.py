@@ -161,7 +161,7 @@ class Supervisor:
         wanted = Settings(
             FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
         )
-        settings = await namespace.format_if_empty(wanted)
+        settings = await namespace.format_if_empty(wanted, os.geteuid(), os.getegid())
         store.join(settings.cluster, self._config.node.catalog)
         if msgspec.structs.replace(wanted, cluster=settings.cluster) != settings:
             log.warning(
