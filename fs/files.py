@@ -91,7 +91,7 @@ class FileOperations:
         parent = InodeNumber(header.nodeid)
         if (repeated := self._open_files.opened_before(header.unique)) is not None:
             ino = repeated.file.ino
-            return await self._view.entry(ino, await self._view.current(ino)) + _open_reply(repeated)
+            return await self._view.entry(ino, await self._view.current(ino)) + await self._opened(repeated)
         try:
             file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
         except NameExists:
@@ -101,14 +101,16 @@ class FileOperations:
                     raise
                 # Another node made the name after this kernel had looked it up.
                 handle = await self._open(header, ino, flags)
-                return await self._view.entry(ino, inode) + _open_reply(handle)
+                return await self._view.entry(ino, inode) + await self._opened(handle)
             file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
         try:
             handle = self._open_files.open_handle(header.unique, file, flags, store_row=True)
         except OSError:
             self.removed(await self._namespace.unlink(parent, name))
             raise
-        return await self._view.entry(file.ino, inode) + _open_reply(handle)
+        if not handle.writable:  # no close of a writer will say that nobody writes to it
+            self._settler.closed(file)
+        return await self._view.entry(file.ino, inode) + await self._opened(handle)
 
     def _open_handle_for_writing(self, unique: int, file: FileInUse, flags: int) -> Handle:
         try:
@@ -130,7 +132,18 @@ class FileOperations:
     async def open(self, header: RequestHeader, body: memoryview) -> bytes:
         flags, _ = fuse.OPEN_IN.unpack_from(body)
         repeated = self._open_files.opened_before(header.unique)
-        return _open_reply(repeated or await self._open(header, InodeNumber(header.nodeid), flags))
+        return await self._opened(repeated or await self._open(header, InodeNumber(header.nodeid), flags))
+
+    async def _opened(self, handle: Handle) -> bytes:
+        """The answer to an open. With O_SYNC or O_DSYNC the drive's file system syncs each write in the passthrough lane; that
+        the name leads to these bytes after a power cut is seen to here, before the first one."""
+        if handle.writable and handle.flags & os.O_DSYNC:
+            try:
+                await self._sync_durably(handle.file)
+            except OSError:
+                await self.let_go(handle)
+                raise
+        return _open_reply(handle)
 
     async def _open(self, header: RequestHeader, ino: InodeNumber, flags: int) -> Handle:
         writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
@@ -201,14 +214,17 @@ class FileOperations:
         return b""
 
     async def write(self, header: RequestHeader, body: memoryview) -> bytes:
-        fh, offset, size, flags, *_ = fuse.WRITE_IN.unpack_from(body)
-        file = self._handle(fh).file
+        fh, offset, size, flags, _, file_flags, _ = fuse.WRITE_IN.unpack_from(body)
+        handle = self._handle(fh)
+        file = handle.file
         if not file.is_home:
             raise OSError(errno.EBADF, "not the file's home")
         if flags & fuse.WRITE_KILL_SUIDGID and file.orphan is None:
             await self._records.clear_privileges(file.ino, await self._namespace.inode(file.ino))
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
         written = await trio.to_thread.run_sync(os.pwrite, self._open_files.writing_descriptor(file), data, offset)
+        if file_flags & os.O_DSYNC and _is_direct(handle):  # else the kernel sends FSYNC after it
+            await self._sync_durably(file)
         return fuse.WRITE_OUT.pack(written, 0)
 
     # Reading
@@ -272,13 +288,16 @@ class FileOperations:
                 self._open_files.drop(file)
 
     async def fsync(self, header: RequestHeader, body: memoryview) -> bytes:
-        file = self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file
+        await self._sync_durably(self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file)
+        return b""
+
+    async def _sync_durably(self, file: FileInUse) -> None:
+        """What fsync promises."""
         if file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
             await self._sync(file)
             self._growing.synced(file)
         if file.orphan is None:
             await self._namespace.kv.make_durable()
-        return b""
 
     async def _sync(self, file: FileInUse) -> None:
         """The write order of a sync: bytes, the segment's name, the durable mark; the caller makes the catalog durable."""
@@ -361,12 +380,17 @@ class FileOperations:
         return handle
 
 
+def _is_direct(handle: Handle) -> bool:
+    """Whether the served lane's writes come past the page cache, which is how one that can't be mapped is written fastest."""
+    return handle.flags & os.O_ACCMODE == os.O_WRONLY
+
+
 def _open_reply(handle: Handle) -> bytes:
     file = handle.file
     if file.lane is Lane.PASSTHROUGH:
         assert file.backing_id is not None
         return fuse.OPEN_OUT.pack(handle.fh, OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH, file.backing_id)
     flags = OpenFlag(0) if handle.writable else OpenFlag.NOFLUSH
-    if handle.flags & os.O_ACCMODE == os.O_WRONLY:
+    if _is_direct(handle):
         flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES
     return fuse.OPEN_OUT.pack(handle.fh, flags, 0)

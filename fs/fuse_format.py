@@ -65,8 +65,8 @@ GETXATTR_IN = struct.Struct("<II")
 GETXATTR_OUT = struct.Struct("<II")
 FALLOCATE_IN = struct.Struct("<QQQII")
 """fh offset length mode padding."""
-LSEEK_IN = struct.Struct("<QQII")
-"""fh offset whence padding."""
+LSEEK_IN = struct.Struct("<QqII")
+"""fh offset whence padding; a negative offset is the file system's to refuse."""
 LSEEK_OUT = struct.Struct("<Q")
 DIRENT = struct.Struct("<QQII")
 """ino offset namelen type, then the name padded to 8 bytes."""

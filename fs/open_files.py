@@ -239,7 +239,7 @@ class OpenFiles:
         """
         if file.handles == 0:
             lane = Lane.SERVED
-            if file.is_home and self._backing is not None and file.write_descriptor is None:
+            if file.is_home and self._backing is not None and file.write_descriptor is None and not _changes_its_mind(flags):
                 assert file.descriptor is not None
                 if file.backing_id is None:
                     file.backing_id = self._register(file.descriptor)
@@ -352,6 +352,12 @@ class OpenFiles:
         file.pins -= 1
         if not file.pins and self._files.get(file.ino) is not file:
             _close_descriptors(file)
+
+
+def _changes_its_mind(flags: int) -> bool:
+    """Whether a program may take back what it opened the file with, of which the kernel tells nobody: one that writes past the
+    page cache clears O_DIRECT for a last part that fills no block (dd does), and the backing file would refuse it (EINVAL)."""
+    return bool(flags & os.O_DIRECT) and flags & os.O_ACCMODE != os.O_RDONLY
 
 
 def _close_descriptors(file: FileInUse) -> None:

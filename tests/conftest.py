@@ -162,10 +162,21 @@ def start_cluster(scratch: Path) -> StartCluster:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """A six-node cluster (4+2) shared by all tests of the run that kill nothing and only write into directories of their own."""
+    yield from _shared_cluster(6, ClusterSettings(settle_seconds=0.2))
+
+
+@pytest.fixture(scope="session", params=["passthrough", "served"])
+def lane_cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Two nodes, in the one lane and in the other, shared as `cluster` is; their mount processes may be killed."""
+    passthrough = "on" if request.param == "passthrough" else "off"
+    yield from _shared_cluster(2, ClusterSettings(settle_seconds=0.2, passthrough=passthrough))
+
+
+def _shared_cluster(nodes: int, settings: ClusterSettings) -> Iterator[LocalCluster]:
     directory = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=SCRATCH_PARENT))
     shared = LocalCluster(directory / "cluster")
     try:
-        shared.up(6, ClusterSettings(settle_seconds=0.2), start_seconds=START_SECONDS)
+        shared.up(nodes, settings, start_seconds=START_SECONDS)
         yield shared
     finally:
         remove_scratch(directory)

@@ -535,3 +535,69 @@ async def test_a_file_rewritten_elsewhere_under_a_reader_is_never_opened_as_it_w
     again = await node.open(ino)
     with pytest.raises(ContentUnreachable):  # the other node does not exist: an error, and not the old bytes
         await node.read(again)
+
+
+async def _is_durable(node: Any, ino: int) -> bool:
+    vid = (await node.namespace.inode(ino)).open
+    return bool((await node.versions.version(vid)).durable)
+
+
+@pytest.mark.parametrize("flag", [os.O_DSYNC, os.O_SYNC])
+async def test_a_file_opened_to_be_synced_at_each_write_is_durable_before_the_first(node: Any, flag: int) -> None:
+    """In the passthrough lane no write comes here: after a power cut the name must lead to what was written all the same."""
+    ino, fh = await node.create(b"new", flags=os.O_RDWR | flag)
+    assert await _is_durable(node, ino)
+    other, plain = await node.create(b"other")
+    assert not await _is_durable(node, other)
+    synced = await node.open(other, os.O_WRONLY | flag)
+    assert await _is_durable(node, other)
+    await node.release(fh, plain, synced)
+
+
+async def test_a_served_write_that_is_to_be_synced_is(node: Any) -> None:
+    """The kernel sends no FSYNC after a write past its page cache, which is how a file opened only for writing is written."""
+    ino, fh = await node.create(b"new", flags=os.O_WRONLY)
+    await node.write(fh, b"x")
+    assert not await _is_durable(node, ino)
+    body = fuse.WRITE_IN.pack(fh, 1, 1, 0, 0, os.O_WRONLY | os.O_DSYNC, 0) + b"y"  # pwritev2 with RWF_DSYNC says the same
+    await node.ask(Opcode.WRITE, 0, body)
+    assert await _is_durable(node, ino)
+    await node.release(fh)
+
+
+async def test_an_open_that_cannot_be_synced_fails_and_leaves_no_handle(node: Any) -> None:
+    ino, fh = await node.create(b"file")
+    node.open_files.get(ino).sync_failed = True
+    assert await node.errno(node.open(ino, os.O_WRONLY | os.O_DSYNC)) == "EIO"
+    assert len(node.open_files) == 1
+    await node.release(fh)
+
+
+async def test_a_sealed_file_with_holes_takes_the_blocks_it_took(node: Any) -> None:
+    ino, fh = await node.create(b"sparse")
+    await node.write(fh, b"x", offset=100 << 20)
+    await node.fsync(fh)
+    blocks = (await node.getattr(ino)).blocks
+    assert blocks < 100
+    await node.release(fh)
+    await node.settle()
+    assert (await node.getattr(ino)).blocks == blocks
+    dense = await node.save(b"dense", b"x" * 5000)
+    assert (await node.getattr(dense)).blocks == 16
+
+
+async def test_seeking_to_before_the_file_is_refused_as_on_the_drive(node: Any) -> None:
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"content")
+    for whence in (os.SEEK_DATA, os.SEEK_HOLE):
+        assert await node.errno(node.ask(Opcode.LSEEK, ino, fuse.LSEEK_IN.pack(fh, -1, whence, 0))) == "ENXIO"
+    await node.release(fh)
+
+
+async def test_a_file_made_by_somebody_who_only_reads_it_becomes_local(node: Any) -> None:
+    """No writer will close it: it would stay open for ever, busy for other nodes and unprotected."""
+    ino, fh = await node.create(b"file", flags=os.O_RDONLY)
+    await node.settle()
+    assert await node.state(ino) is VersionState.LOCAL
+    await node.release(fh)
+    assert await node.content(ino) == b""

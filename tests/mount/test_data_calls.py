@@ -1,0 +1,265 @@
+"""What programs do with a file's bytes, in both lanes, at home and read on another node: as on the drive itself.
+
+A walker compares call by call with a plain directory; CKPTFS_WALKS=100 makes more walks, CKPTFS_WALK_SEED repeats one.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfs.fs.cli_flush import wait_until
+from ckptfs.fs.local_cluster import LocalCluster
+
+WALKS = int(os.environ.get("CKPTFS_WALKS", "3"))
+WALK_SEED = int(os.environ.get("CKPTFS_WALK_SEED", str(time.time_ns() % 1_000_000)))
+WALK_STEPS = 250
+WALKER = Path(__file__).parent / "data_walker.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.mount]
+
+
+class Sides:
+    """An empty directory in the mount, as the writing and as another node see it, and a plain one beside it."""
+
+    def __init__(self, cluster: LocalCluster, plain: Path) -> None:
+        self.cluster = cluster
+        self.here = Path(tempfile.mkdtemp(dir=cluster.nodes[0].mountpoint))
+        self.there = cluster.nodes[1].mountpoint / self.here.name
+        self.plain = plain
+
+    def same(self, work: Callable[[Path], Any]) -> Any:
+        """What the work gives in both directories, where it must be the same; an `OSError` too."""
+        ours, theirs = _outcome(work, self.here), _outcome(work, self.plain)
+        assert ours == theirs
+        return theirs
+
+    def same_there(self) -> None:
+        """Every file is protected and reads the same on the other node, and here again."""
+        behind, _, _ = wait_until([self.here], "protected", 60.0, shown=False)
+        assert not behind
+        names = sorted(os.listdir(self.plain))
+        for directory in (self.there, self.here):
+            assert sorted(os.listdir(directory)) == names
+            for name in names:
+                assert (directory / name).read_bytes() == (self.plain / name).read_bytes()
+
+
+def _outcome(work: Callable[[Path], Any], directory: Path) -> Any:
+    try:
+        return work(directory)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+@pytest.fixture
+def sides(lane_cluster: LocalCluster, scratch: Path) -> Iterator[Sides]:
+    sides = Sides(lane_cluster, scratch)
+    yield sides
+    shutil.rmtree(sides.here)
+
+
+@pytest.mark.timeout(60 + 20 * WALKS)
+@pytest.mark.parametrize("walk", range(WALKS))
+def test_every_call_does_what_it_does_on_the_drive(sides: Sides, walk: int) -> None:
+    seed = str(WALK_SEED + walk)
+    command = [sys.executable, WALKER, sides.here, sides.plain, seed, str(WALK_STEPS)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"CKPTFS_WALK_SEED={seed}\n{done.stderr[-6000:]}"
+    sides.same_there()
+
+
+def test_every_append_of_several_processes_is_there_whole_and_once(sides: Sides) -> None:
+    code = (
+        "import os, sys\n"
+        "file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)\n"
+        "for turn in range(300):\n"
+        "    record = b'%s.%03d.' % (sys.argv[2].encode(), turn) + sys.argv[2].encode() * (turn % 50 * 7) + b'\\n'\n"
+        "    assert os.write(file, record) == len(record)\n"
+    )
+    path = sides.here / "log"
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abcd"]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
+    expected = sorted(f"{name}.{turn:03}." + name * (turn % 50 * 7) for name in "abcd" for turn in range(300))
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == expected
+    for name in "abcd":
+        assert [line for line in lines if line[0] == name] == sorted(line for line in expected if line[0] == name)
+    assert (sides.there / "log").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1_000_003])
+def test_dd_with_direct_writes_also_a_tail_that_fills_no_block(sides: Sides, size: int) -> None:
+    source = sides.plain / "source"
+    source.write_bytes(os.urandom(size))
+    shutil.copy(source, sides.here / "source")
+
+    def copy(directory: Path) -> bytes:
+        for flag, name in (("oflag=direct", "copy"), ("iflag=direct", "again")):
+            command = [
+                "dd",
+                f"if={directory / ('source' if name == 'copy' else 'copy')}",
+                f"of={directory / name}",
+                "bs=64K",
+                flag,
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+        return (directory / "again").read_bytes()
+
+    assert sides.same(copy) == source.read_bytes()
+    sides.same_there()
+
+
+def test_direct_reads_and_writes_of_whole_blocks_mix_with_others(sides: Sides) -> None:
+    def work(directory: Path) -> bytes:
+        with mmap.mmap(-1, 1 << 20) as page, contextlib.ExitStack() as stack:
+            direct = os.open(directory / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            stack.callback(os.close, direct)
+            page[:] = b"d" * len(page)
+            assert os.pwrite(direct, page, 0) == len(page)
+            with open(directory / "file", "r+b", buffering=0) as plain:
+                plain.seek(4096)
+                plain.write(b"p" * 4096)
+                assert os.preadv(direct, [page], 0) == len(page)
+                os.pwrite(direct, memoryview(page)[:4096], 8192)
+                return page[:] + plain.read(8192)
+
+    sides.same(work)
+
+
+def test_sizes_that_no_file_can_have(sides: Sides) -> None:
+    def refusals(directory: Path) -> list[Any]:
+        def in_file(work: Callable[[int], Any]) -> Any:
+            def run(_: Path) -> Any:
+                descriptor = os.open(directory / "file", os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    return work(descriptor)
+                finally:
+                    os.close(descriptor)
+
+            return _outcome(run, directory)
+
+        return [
+            in_file(lambda file: os.ftruncate(file, 1 << 44)),
+            in_file(lambda file: os.ftruncate(file, 1 << 62)),
+            in_file(lambda file: os.ftruncate(file, -1)),
+            in_file(lambda file: os.pwrite(file, b"x", 1 << 44)),
+            in_file(lambda file: os.posix_fallocate(file, 1 << 44, 4096)),
+            in_file(lambda file: os.posix_fallocate(file, 0, 0)),
+            in_file(lambda file: os.fstat(file).st_size),
+        ]
+
+    assert sides.same(refusals)[0] == "EFBIG"
+
+
+def _program(code: str) -> Callable[[Path], tuple[int, str]]:
+    """A process of its own in a directory: how it ended, and what it printed."""
+
+    def run(directory: Path) -> tuple[int, str]:
+        command = [sys.executable, "-c", f"import errno, mmap, os, resource, signal\n{code}"]
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_the_file_size_limit_of_a_process(sides: Sides) -> None:
+    code = """
+def shown(call, *arguments):
+    try:
+        print(call.__name__, call(*arguments), flush=True)
+    except OSError as error:
+        print(call.__name__, errno.errorcode[error.errno], flush=True)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+file = os.open("file", os.O_RDWR | os.O_CREAT, 0o600)
+shown(os.pwrite, file, bytes(8_000), 4_000)
+shown(os.pwrite, file, b"x", 10_000)
+shown(os.ftruncate, file, 10_001)
+shown(os.posix_fallocate, file, 9_000, 2_000)
+print(os.fstat(file).st_size, flush=True)
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+os.pwrite(file, b"x", 10_000)
+"""
+    ended, printed = sides.same(_program(code))
+    assert ended == -signal.SIGXFSZ
+    assert printed.splitlines()[:3] == ["pwrite 6000", "pwrite EFBIG", "ftruncate EFBIG"]
+
+
+def test_a_file_cut_while_it_is_mapped(sides: Sides) -> None:
+    """The page with the new end has zeros behind it, what grows again is zeros, and what lies beyond the end is SIGBUS."""
+    code = """
+page = mmap.PAGESIZE
+file = open("file", "w+b", buffering=0)
+file.write(b"x" * 5 * page)
+mapping = mmap.mmap(file.fileno(), 0)
+file.truncate(page + 100)
+print(mapping[page:2 * page].hex(), flush=True)
+file.truncate(5 * page)
+mapping[4 * page] = 7
+mapping.flush()
+file.seek(0)
+print(mapping[:].hex(), file.read().hex(), flush=True)
+file.truncate(2 * page)
+mapping[3 * page]
+"""
+    ended, _ = sides.same(_program(code))
+    assert ended == -signal.SIGBUS
+    sides.same_there()
+
+
+def test_a_mapping_is_the_file(sides: Sides) -> None:
+    """Two processes that map it and one that reads and writes it see each other's bytes at once."""
+    path = sides.here / "file"
+    path.write_bytes(bytes(3 * mmap.PAGESIZE))
+    code = "import mmap, sys\nfile = open(sys.argv[1], 'r+b')\nmapping = mmap.mmap(file.fileno(), 0)\n"
+    code += (
+        "mapping[5000:5004] = b'them'\nprint(mapping[100:104].decode(), flush=True)\ninput()\nprint(mapping[9000:9007].decode())"
+    )
+    with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[100:104] = b"here"
+        other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=-1, stdout=-1, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        assert (mapping[5000:5004], os.pread(file.fileno(), 4, 5000)) == (b"them", b"them")
+        os.pwrite(file.fileno(), b"written", 9000)
+        assert other.communicate("\n", timeout=30)[0] == "written\n"
+        content = mapping[:]
+    assert path.read_bytes() == content
+    behind, _, _ = wait_until([path], "protected", 60.0, shown=False)
+    assert not behind
+    assert (sides.there / "file").read_bytes() == content
+
+
+def test_64_writers_in_many_files_and_in_one(sides: Sides) -> None:
+    part = 40_000
+
+    def write(number: int) -> None:
+        data = bytes([number + 1]) * part
+        with open(sides.here / f"file-{number}", "wb", buffering=0) as file:
+            for offset in range(0, part, 5000):
+                file.write(data[offset : offset + 5000])
+        descriptor = os.open(sides.here / "one", os.O_WRONLY | os.O_CREAT, 0o600)
+        for offset in range(0, part, 5000):
+            os.pwrite(descriptor, data[offset : offset + 5000], number * part + offset)
+        os.close(descriptor)
+
+    with ThreadPoolExecutor(64) as threads:
+        list(threads.map(write, range(64)))
+    for number in range(64):
+        (sides.plain / f"file-{number}").write_bytes(bytes([number + 1]) * part)
+    (sides.plain / "one").write_bytes(b"".join(bytes([number + 1]) * part for number in range(64)))
+    sides.same_there()
