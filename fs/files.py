@@ -24,6 +24,7 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
 from ckptfs.fs.growing import GrowingFiles
+from ckptfs.fs.kernel_pages import KernelPages
 from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import ContentGone
@@ -69,6 +70,7 @@ class FileOperations:
         self._reclaimer = reclaimer
         self._store = store
         self._disk = DiskReads()
+        self._pages = KernelPages()
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -143,7 +145,20 @@ class FileOperations:
             except OSError:
                 await self.let_go(handle)
                 raise
-        return _open_reply(handle)
+        return self._open_reply(handle)
+
+    def _open_reply(self, handle: Handle) -> bytes:
+        file = handle.file
+        pages_stay = self._pages.may_stay(file)
+        if file.lane is Lane.PASSTHROUGH:
+            assert file.backing_id is not None
+            return fuse.OPEN_OUT.pack(handle.fh, OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH, file.backing_id)
+        flags = OpenFlag(0) if handle.writable else OpenFlag.NOFLUSH
+        if _is_direct(handle):
+            flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES
+        if pages_stay:
+            flags |= OpenFlag.KEEP_CACHE
+        return fuse.OPEN_OUT.pack(handle.fh, flags, 0)
 
     async def _open(self, header: RequestHeader, ino: InodeNumber, flags: int) -> Handle:
         writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
@@ -383,14 +398,3 @@ class FileOperations:
 def _is_direct(handle: Handle) -> bool:
     """Whether the served lane's writes come past the page cache, which is how one that can't be mapped is written fastest."""
     return handle.flags & os.O_ACCMODE == os.O_WRONLY
-
-
-def _open_reply(handle: Handle) -> bytes:
-    file = handle.file
-    if file.lane is Lane.PASSTHROUGH:
-        assert file.backing_id is not None
-        return fuse.OPEN_OUT.pack(handle.fh, OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH, file.backing_id)
-    flags = OpenFlag(0) if handle.writable else OpenFlag.NOFLUSH
-    if _is_direct(handle):
-        flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES
-    return fuse.OPEN_OUT.pack(handle.fh, flags, 0)

@@ -22,6 +22,7 @@ import pytest
 
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.local_socket import call
 
 WALKS = int(os.environ.get("CKPTFS_WALKS", "3"))
 WALK_SEED = int(os.environ.get("CKPTFS_WALK_SEED", str(time.time_ns() % 1_000_000)))
@@ -263,3 +264,42 @@ def test_64_writers_in_many_files_and_in_one(sides: Sides) -> None:
         (sides.plain / f"file-{number}").write_bytes(bytes([number + 1]) * part)
     (sides.plain / "one").write_bytes(b"".join(bytes([number + 1]) * part for number in range(64)))
     sides.same_there()
+
+
+def test_what_is_read_again_is_in_memory_until_it_changes_wherever(sides: Sides) -> None:
+    """Opened anew a file is not fetched anew, in whichever lane; and never read as it was before another node rewrote it."""
+    size = 4 << 20
+    here, there = sides.here / "file", sides.there / "file"
+
+    def requests() -> int:
+        return int(call(sides.cluster.nodes[0].store / "run" / "mount.sock", {"do": "status"})["requests"])
+
+    for turn in range(3):
+        writer, reader = (here, there) if turn != 1 else (there, here)
+        data = bytes([turn + 1]) * size
+        _once_free(lambda writer=writer, data=data: writer.write_bytes(data))  # type: ignore[misc]
+        assert reader.read_bytes() == data
+        assert here.read_bytes() == data
+        if turn == 0:
+            before = requests()
+            for _ in range(5):
+                assert here.read_bytes() == data
+            assert requests() - before < 40  # opened, closed, and its attributes; five times four MiB would be more
+        with open(writer, "r+b", buffering=0) as file:
+            file.seek(size // 2)
+            file.write(b"changed in place")
+        for path in (writer, reader, writer):
+            assert path.read_bytes()[size // 2 :][:16] == b"changed in place"
+
+
+def _once_free(write: Callable[[], Any]) -> None:
+    """Write when no other node does any more."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            write()
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
