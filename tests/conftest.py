@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
@@ -29,6 +30,9 @@ SCRATCH_PARENT = Path(os.environ.get("CKPTFS_TEST_DIRECTORY", "/var/tmp"))
 """A real disk: passthrough and leases are tested on what stores lie on, not on a /tmp in memory."""
 
 START_SECONDS = 60.0
+
+settings.register_profile("ckptfs", settings.default, deadline=None)  # an example that is slow here shows a busy machine
+settings.load_profile("ckptfs")
 
 
 def missing_for_mounts() -> str | None:
