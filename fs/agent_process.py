@@ -24,6 +24,7 @@ from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
+from ckptfs.fs.peer_transport import transport_of
 from ckptfs.fs.process_start import (
     death_logged,
     die_with_parent,
@@ -36,7 +37,6 @@ from ckptfs.fs.process_start import (
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.local_copies import CopyPlace
 from ckptfs.replication.peer_client import Mended
-from ckptfs.replication.transport import PlainTransport
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     codec = choose_codec(config.protection.codec)
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
+    transport = transport_of(config)
     kv = open_catalog(config, "agent", session=session_label(store.store_id, incarnation) if config.etcd_place else None)
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
     store.join(cluster.cluster, config.node.catalog)
@@ -107,7 +108,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         cluster,
         incarnation,
         codec,
-        PlainTransport(),
+        transport,
         waiting,
         teller.protected,
         teller.switch_segment,

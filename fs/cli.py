@@ -13,13 +13,13 @@ import typer
 
 from ckptfs import __version__
 from ckptfs.cache.errors import CacheError
-from ckptfs.fs import cli_cluster, cli_flush, cli_node, cli_status, cli_verify
+from ckptfs.fs import cli_ca, cli_cluster, cli_flush, cli_node, cli_status, cli_verify
 from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.local_socket import NodeNotAnswering
-from ckptfs.replication.errors import CodecUnavailable
+from ckptfs.replication.errors import CertificateTrouble, CodecUnavailable
 
 app = typer.Typer(
     name="ckptfs",
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(cli_cluster.app, name="cluster")
 app.add_typer(cli_node.app, name="node")
+app.add_typer(cli_ca.ca, name="ca")
+app.add_typer(cli_ca.nodes, name="nodes")
 app.command()(cli_node.umount)
 app.command()(cli_status.status)
 app.command()(cli_flush.flush)
@@ -56,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         result = app(args=list(arguments), prog_name="ckptfs", standalone_mode=False)
     except CommandError as error:
         return _failed(error, arguments)
-    except (ConfigurationError, CodecUnavailable) as error:
+    except (ConfigurationError, CodecUnavailable, CertificateTrouble) as error:
         return _failed(WrongUse(str(error)), arguments)
     except (CacheError, MountError) as error:
         return _failed(NotReached(str(error)), arguments)

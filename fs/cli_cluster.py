@@ -43,11 +43,16 @@ def up(
             "--catalog", help="etcd://HOST:PORT/NAME, for a new cluster; default: a SQLite file in DIR.", show_default=False
         ),
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Certificates and TLS between the nodes, for a new cluster, as on several machines.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Start what is down, making the cluster first if there is none, and wait for all mounts."""
     cluster = LocalCluster(directory)
-    settings = ClusterSettings(data_shards=data_shards, parity_shards=parity_shards, passthrough=passthrough, catalog=catalog)
+    settings = ClusterSettings(
+        data_shards=data_shards, parity_shards=parity_shards, passthrough=passthrough, catalog=catalog, tls=tls
+    )
     started = cluster.up(nodes, settings)
     if as_json:
         print_json({"directory": str(cluster.directory), "started": [node.id for node in started], "nodes": _nodes(cluster)})

@@ -62,6 +62,15 @@ class SpaceSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_fraction: float = 0.05
 
 
+class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[tls]`: what nodes on several machines prove who they are with. Paths of PEM files."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    crl: str = ""
+
+
 class EtcdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[etcd]`: how a catalog on etcd is reached. Paths of PEM files."""
 
@@ -89,6 +98,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mount: MountSection = MountSection()
     space: SpaceSection = SpaceSection()
     etcd: EtcdSection = EtcdSection()
+    tls: TlsSection = TlsSection()
 
     @property
     def node_id(self) -> NodeId:
@@ -183,7 +193,21 @@ def _check(config: NodeConfig) -> None:
         _require(not Path(os.path.realpath(path)).is_relative_to(mountpoint), f"{key}: it can't lie in the node's own mount")
     host, _, port = node.listen.rpartition(":")
     _require(bool(host) and port.isdecimal() and int(port) < 65536, f"node.listen: host:port is needed, this is {node.listen!r}")
-    _require(host in ("127.0.0.1", "::1", "[::1]"), "node.listen: only loopback addresses until nodes have certificates")
+    tls = config.tls
+    given = [bool(tls.ca), bool(tls.certificate), bool(tls.key)]
+    _require(all(given) or not any(given), "tls: ca, certificate and key belong together")
+    _require(all(given) or not tls.crl, "tls.crl: without certificates it has no effect")
+    for key in ("ca", "certificate", "key", "crl"):
+        value = getattr(tls, key)
+        _require(not value or os.path.isabs(value), f"tls.{key}: an absolute path is needed, this is {value!r}")
+    _require(
+        all(given) or host in ("127.0.0.1", "::1", "[::1]"),
+        "node.listen: only loopback addresses without [tls]; ckptfs ca init and ckptfs nodes add make certificates",
+    )
+    _require(
+        host not in ("0.0.0.0", "[::]", "::"),
+        "node.listen: the name or address that peers reach this node by, and that its certificate names",
+    )
     _require(1 <= protection.data_shards <= 32, "protection.data_shards: 1 to 32")
     _require(0 <= protection.parity_shards <= 8, "protection.parity_shards: 0 to 8")
     cell = protection.cell_size_bytes

@@ -4,7 +4,8 @@
 
     DIR/cluster.json    {"format": 1}: what marks the directory as ours
     DIR/catalog.db      the catalog of all nodes, unless it is on etcd
-    DIR/node-0/         node.toml, store/, mnt/ (its mount), log/
+    DIR/ca/             its certificate authority, if its nodes have certificates
+    DIR/node-0/         node.toml, store/, mnt/ (its mount), log/, tls/
     DIR/node-1/ …
 
 Nodes are detached processes: they outlive the command that started them.
@@ -50,6 +51,7 @@ class ClusterSettings:
     codec: str | None = None
     settle_seconds: float | None = None
     catalog: str | None = None
+    tls: bool = False
 
 
 def _quoted(value: object) -> str:
@@ -77,6 +79,8 @@ class ClusterNode:
         text = self.config_text(settings)
         for directory in (self.directory, self.mountpoint, self.log):
             directory.mkdir(mode=0o755, exist_ok=True)
+        if settings.tls:
+            self._write_certificates()
         temporary = self.config.with_suffix(".new")
         temporary.write_text(text)
         temporary.rename(self.config)
@@ -99,6 +103,9 @@ class ClusterNode:
             values = {key: getattr(settings, key) for key in keys if getattr(settings, key) is not None}
             if values:
                 lines += ["", f"[{section}]", *(f"{key} = {_quoted(value)}" for key, value in values.items())]
+        if settings.tls:
+            files = {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key", "crl": "crl.pem"}
+            lines += ["", "[tls]", *(f"{key} = {_quoted(str(self.directory / 'tls' / name))}" for key, name in files.items())]
         text = "\n".join(lines) + "\n"
         try:
             parse_config(text.encode(), self.config)
@@ -107,6 +114,14 @@ class ClusterNode:
                 f"{self.directory!r}: a configuration names only paths that are UTF-8; use another directory"
             ) from None
         return text
+
+    def _write_certificates(self) -> None:
+        """The node's files, signed by the cluster's authority, which the first node makes."""
+        from ckptfs.replication.certificates import CertificateAuthority, write_node
+
+        place = self.directory.parent / "ca"
+        authority = CertificateAuthority(place) if place.exists() else CertificateAuthority.create(place, "local cluster")
+        write_node(authority, self.id, ["127.0.0.1", "localhost"], self.directory / "tls")
 
     def answers(self) -> bool:
         """Whether the mount is there and its daemon answers."""
@@ -266,6 +281,9 @@ class LocalCluster:
             **{key: getattr(present.mount, key) for key in ("passthrough", "settle_seconds")},
             "catalog": present.node.catalog if present.etcd_place else None,
         }
+        tls = bool(present.tls.certificate)
+        if asked.tls and not tls:
+            raise WrongUse(f"the cluster in {self.directory} was made without certificates; make another one with --tls")
         for key, value in values.items():
             wanted = getattr(asked, key)
             if wanted is not None and wanted != value:
@@ -273,7 +291,7 @@ class LocalCluster:
                     f"the cluster in {self.directory} has {key} {value}, not {wanted} ({config}); nothing was started or "
                     "changed: leave the option out, or make another cluster in another directory"
                 )
-        return ClusterSettings(**values)
+        return ClusterSettings(**values, tls=tls)
 
     def _refuse_unfit_directory(self) -> None:
         if mounted := mount_of(self.directory):
@@ -330,6 +348,8 @@ class LocalCluster:
             shutil.rmtree(node.directory)
         for path in self.directory.glob("catalog.db*"):
             path.unlink()
+        if (self.directory / "ca").is_dir():
+            shutil.rmtree(self.directory / "ca")
         (self.directory / MARKER).unlink()
         (self.directory / "cluster.lock").unlink()
         with contextlib.suppress(OSError):  # something of somebody else's is in it: that stays

@@ -22,7 +22,8 @@ PASSTHROUGH_SINCE = (6, 9)
 
 
 def check_machine(config: NodeConfig) -> None:
-    """What the configuration asks of this machine, without touching anything. Raises `ConfigurationError`, `CodecUnavailable`."""
+    """What the configuration asks of this machine, without touching anything. Raises `ConfigurationError`,
+    `CodecUnavailable`, `CertificateTrouble`."""
     if config.mount.passthrough == "on":
         if os.geteuid() != 0:
             raise ConfigurationError('mount.passthrough: "on" needs root; with "auto" the node serves more slowly without it')
@@ -35,6 +36,10 @@ def check_machine(config: NodeConfig) -> None:
         from ckptfs.replication.codec import choose_codec  # it brings numpy along, which this process never needs again
 
         choose_codec("isa-l")
+    if config.tls.certificate:
+        from ckptfs.fs.peer_transport import transport_of  # TLS takes memory that this process never needs again
+
+        transport_of(config)
     _check_address(config.node.listen)
 
 

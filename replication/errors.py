@@ -19,6 +19,14 @@ class PeerUnreachable(ReplicationError):
     """No answer from a peer: refused, reset, closed in the middle, or silent beyond the deadline. Worth another try."""
 
 
+class PeerNotTrusted(PeerUnreachable):
+    """Who is there can't prove to be who they should be, or doesn't believe this node. The operator issues certificates."""
+
+
+class CertificateTrouble(ReplicationError):
+    """Certificates can't be made, or files of them can't be used. The operator must act."""
+
+
 class RefusalReason(enum.IntEnum):
     """Why a peer said no, as it stands on the wire. Numbers are never reused; 0 is never valid."""
 

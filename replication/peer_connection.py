@@ -109,6 +109,11 @@ class PeerConnection:
                 f"{welcome.node} ({welcome.program}) chose protocol {welcome.version}, ckptfs {__version__} speaks "
                 f"{versions[0]} to {versions[1]}: upgrade the older one",
             )
+        if stream.connection.peer_node not in (None, welcome.node):
+            raise PeerRefused(
+                RefusalReason.WRONG_PEER,
+                f"{welcome.node} at {self.address} has the certificate of {stream.connection.peer_node}: each node needs its own",
+            )
         if welcome.cluster != mine.cluster:
             raise PeerRefused(RefusalReason.WRONG_PEER, f"{self.address} belongs to another cluster")
         if self._expected_store is not None and welcome.store != self._expected_store:

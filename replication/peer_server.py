@@ -17,7 +17,7 @@ from ckptfs import __version__
 from ckptfs.replication import peer_messages
 from ckptfs.replication.conversation import PeerIdentity as PeerIdentity
 from ckptfs.replication.conversation import State
-from ckptfs.replication.errors import PeerUnreachable, ProtocolViolation, RefusalReason
+from ckptfs.replication.errors import PeerNotTrusted, PeerUnreachable, ProtocolViolation, RefusalReason
 from ckptfs.replication.frame_format import ForeignVersion
 from ckptfs.replication.peer_answers import Kept, PeerAnswers, PeerServerLimits, Refusal, Talk
 from ckptfs.replication.peer_messages import Hello, Refused, Welcome
@@ -27,6 +27,9 @@ from ckptfs.replication.small_copies import SmallCopies
 from ckptfs.replication.transport import Connection, Transport
 
 logger = logging.getLogger(__name__)
+
+TURN_AWAY_SECONDS_MAX = 1.0
+"""Who is turned away is told why, if it listens: it may be one of thousands that don't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,8 @@ class PeerServer:
     async def _turn_away(self, served: _Served) -> None:
         self._turned_away += 1
         logger.warning("peer-turned-away connections=%d", len(self._served))
-        await self._part(served, RefusalReason.BUSY, "all connections are in use")
+        with trio.move_on_after(TURN_AWAY_SECONDS_MAX):
+            await self._part(served, RefusalReason.BUSY, "all connections are in use")
 
     async def _serve(self, served: _Served) -> None:
         self._served.add(served)
@@ -144,6 +148,9 @@ class PeerServer:
                     logger.warning("peer-violation peer=%r error=%s", served.peer, error)
                     foreign = isinstance(error, ForeignVersion)
                     await self._part(served, RefusalReason.VERSION if foreign else RefusalReason.INVALID, str(error))
+                except PeerNotTrusted as error:
+                    self._refusals["not_trusted"] += 1
+                    logger.warning("peer-not-trusted error=%s", error)
                 except PeerUnreachable as error:
                     logger.info("peer-gone peer=%r error=%s", served.peer, error)
                 except OSError as error:
@@ -202,6 +209,11 @@ class PeerServer:
                 f"{mine.node} (ckptfs {__version__}) {peer_messages.PROTOCOL_VERSION_MIN} to "
                 f"{peer_messages.PROTOCOL_VERSION_MAX}: upgrade the older one"
             )  # fmt: skip
+        elif served.stream.connection.peer_node not in (None, hello.node):
+            reason, message = (
+                RefusalReason.WRONG_PEER,
+                (f"{hello.node} has the certificate of {served.stream.connection.peer_node}: each node needs its own"),
+            )
         elif hello.cluster != mine.cluster:
             reason, message = RefusalReason.WRONG_PEER, f"{mine.node} belongs to another cluster than {hello.node}"
         else:

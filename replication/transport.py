@@ -37,6 +37,11 @@ BACKLOG = 128
 class Connection(Protocol):
     """A stream of bytes to and from one peer, one task sending and one receiving at a time."""
 
+    @property
+    def peer_node(self) -> str | None:
+        """The node that the peer's certificate names, as soon as a byte has passed; None where there are no certificates."""
+        ...
+
     async def send(self, head: Buffer, payload: Buffer | None = None) -> None:
         """Send all of head and payload. Keeps neither. Raises `PeerUnreachable`."""
         ...
@@ -170,6 +175,7 @@ class SocketConnection:
         self._raw = raw
         self._stall_seconds = stall_seconds
         self._breath_seconds = -math.inf
+        self.peer_node: str | None = None
         raw.setblocking(False)
         if raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -177,7 +183,7 @@ class SocketConnection:
     async def send(self, head: Buffer, payload: Buffer | None = None) -> None:
         await self._breathe()
         deadline = trio.current_time() + self._stall_seconds
-        parts = _parts(head, payload)
+        parts = parts_of(head, payload)
         while self._send_some(parts):
             await self._wait(trio.lowlevel.wait_writable, deadline, "takes in nothing more")
 
@@ -201,7 +207,7 @@ class SocketConnection:
 
     def send_in_thread(self, head: Buffer, payload: Buffer | None = None) -> None:
         deadline = time.monotonic() + self._stall_seconds
-        parts = _parts(head, payload)
+        parts = parts_of(head, payload)
         while self._send_some(parts):
             self._wait_in_thread(select.POLLOUT, deadline, "takes in nothing more")
 
@@ -294,7 +300,8 @@ class SocketConnection:
             raise PeerUnreachable(f"the peer hangs: it {what}")
 
 
-def _parts(head: Buffer, payload: Buffer | None) -> list[memoryview]:
+def parts_of(head: Buffer, payload: Buffer | None) -> list[memoryview]:
+    """What is to be sent, in bytes."""
     return [memoryview(head)] if payload is None else [memoryview(head), memoryview(payload).cast("B")]
 
 

@@ -212,10 +212,10 @@ def free_mounts() -> None:
 class EtcdServer:
     """One etcd member of our own on loopback ports that were free; `pause` and `kill` it as you like."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, host: str = "127.0.0.1") -> None:
         self.directory = directory
         client, peer = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{client}"
+        self.url = f"http://{host}:{client}"
         self._command = ["etcd", "--name", "test", "--data-dir", str(directory / "data"), "--log-level", "error"]
         self._command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         self._command += ["--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls"]
@@ -262,14 +262,14 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def make_etcd(tmp_path: Path) -> Iterator[Callable[[], EtcdServer]]:
+def make_etcd(tmp_path: Path) -> Iterator[Callable[..., EtcdServer]]:
     """Starts members, each a cluster of its own, for a test that does something to them."""
     started: list[EtcdServer] = []
 
-    def make() -> EtcdServer:
+    def make(host: str = "127.0.0.1") -> EtcdServer:
         directory = tmp_path / f"etcd-{len(started)}"
         directory.mkdir()
-        started.append(EtcdServer(directory))
+        started.append(EtcdServer(directory, host))
         return started[-1]
 
     yield make

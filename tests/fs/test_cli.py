@@ -48,6 +48,10 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["verify", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["umount", "{tmp}"], 2, "no ckptfs mount"),
         (["node", "--config", "{tmp}/none.toml"], 2, "none.toml"),
+        (["nodes", "add", "node-0", "--host", "a", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "ckptfs ca init makes one"),
+        (["ca", "revoke", "node-0", "--ca", "{tmp}/none"], 2, "ckptfs ca init makes one"),
+        (["nodes", "add", "node-0", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "--host"),
+        (["cluster", "up", "{tmp}/c", "--catalog", "etcd://x"], 2, "node.catalog"),
     ],
 )
 def test_wrong_use_is_one_line_and_its_code(
@@ -98,3 +102,18 @@ def test_an_interrupted_command_says_so_in_one_line_and_by_its_code(
     error = capsys.readouterr().err
     assert error.startswith("ckptfs: interrupted")
     assert error.count("\n") == 1
+
+
+def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority, out = tmp_path / "ca", tmp_path / "node-3"
+    assert run(["ca", "init", str(authority), "--name", "test"]) == 0
+    assert run(["ca", "init", str(authority)]) == 2
+    assert run(["nodes", "add", "node-3", "--host", "10.0.0.3", "--ca", str(authority), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert 'listen = "10.0.0.3:7070"' in shown
+    assert sorted(path.name for path in out.iterdir()) == ["ca.pem", "crl.pem", "node.key", "node.pem"]
+    assert (out / "node.key").stat().st_mode & 0o777 == 0o600
+    assert run(["ca", "revoke", "node-3", "--ca", str(authority), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["revoked"] == 1
+    assert run(["ca", "revoke", "node-4", "--ca", str(authority)]) == 2
+    assert "no certificate was issued to 'node-4'" in capsys.readouterr().err

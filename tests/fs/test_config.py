@@ -130,3 +130,29 @@ def test_an_impossible_etcd_section_is_refused(tmp_path: Path, lines: str, words
         _load(tmp_path, f"{ON_ETCD}\n[etcd]\n{lines}\n")
     with pytest.raises(ConfigurationError, match="nothing is encrypted"):
         _load(tmp_path, f'{ON_ETCD.replace("etcds:", "etcd:")}\n[etcd]\nca = "/ca.pem"\n')
+
+
+ALL = 'ca = "/ca.pem"\ncertificate = "/node.pem"\nkey = "/node.key"'
+
+
+def test_with_certificates_peers_are_anywhere(tmp_path: Path) -> None:
+    text = GOOD.replace("[node]", '[node]\nlisten = "node-3.example:7070"')
+    _load(tmp_path, f"{text}\n[tls]\n{ALL}\n")
+    with pytest.raises(ConfigurationError, match="only loopback addresses without"):
+        _load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("listen", "lines", "words"),
+    [
+        ("a:1", 'ca = "/ca.pem"', "belong together"),
+        ("127.0.0.1:0", 'crl = "/crl.pem"', "without certificates"),
+        ("a:1", ALL.replace("/ca", "ca"), "tls.ca"),
+        ("0.0.0.0:7070", ALL, "that its certificate names"),
+        ("[::]:7070", ALL, "that its certificate names"),
+    ],
+)
+def test_an_impossible_tls_section_is_refused(tmp_path: Path, listen: str, lines: str, words: str) -> None:
+    text = GOOD.replace("[node]", f'[node]\nlisten = "{listen}"')
+    with pytest.raises(ConfigurationError, match=words):
+        _load(tmp_path, f"{text}\n[tls]\n{lines}\n")

@@ -24,7 +24,10 @@ from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
-from ckptfs.replication.transport import PlainTransport
+from ckptfs.replication.tls_transport import TlsFiles, TlsTransport
+from ckptfs.replication.transport import PlainTransport, Transport
+
+Certify = Callable[..., TlsFiles]
 
 VID = Vid(bytes(range(16)))
 SEGMENT = SegmentId(bytes(range(16, 32)))
@@ -94,13 +97,20 @@ class Node:
     limits: PeerServerLimits | None = None
     stall_seconds: float = 30.0
     address: str = "127.0.0.1:0"
+    certify: Certify | None = None
+
+    def transport(self, who: PeerIdentity, stall_seconds: float = 30.0) -> Transport:
+        """How that side connects: with a certificate of its own, where the test has them."""
+        if self.certify is None:
+            return PlainTransport(stall_seconds=stall_seconds)
+        return TlsTransport(self.certify(who.node), stall_seconds=stall_seconds)
 
     async def start(self) -> None:
         self.index = AgentDatabase(self.directory / "agent.db")
         self.shards = SlowStore(self.directory / "shards", self.index, self.free_bytes)
         self.shards.recover()
         self.copies = SmallCopies(self.directory / "small_copies.db", free_bytes=self.free_bytes)
-        transport = PlainTransport(stall_seconds=self.stall_seconds)
+        transport = self.transport(ANSWERING, self.stall_seconds)
         segments = Segments(self.directory)
         self.kept = KeptByNode()
         self.server = PeerServer(self.shards, self.copies, segments, self.kept, ANSWERING, transport, self.limits)
@@ -124,7 +134,7 @@ class Node:
     @contextlib.contextmanager
     def client(self, stall_seconds: float = 30.0) -> Iterator[PeerClient]:
         client = PeerClient(
-            PlainTransport(stall_seconds=stall_seconds), self.address, ASKING, expected_store=ANSWERING.store
+            self.transport(ASKING, stall_seconds), self.address, ASKING, expected_store=ANSWERING.store
         )  # fmt: skip
         try:
             yield client
@@ -132,9 +142,9 @@ class Node:
             client.close()
 
 
-@pytest.fixture
-async def node(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Node]:
-    started = Node(tmp_path, nursery)
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.slow)])
+async def node(request: pytest.FixtureRequest, tmp_path: Path, nursery: trio.Nursery, certify: Certify) -> AsyncIterator[Node]:
+    started = Node(tmp_path, nursery, certify=certify if request.param == "tls" else None)
     await started.start()
     yield started
     await started.stop()
@@ -520,7 +530,7 @@ async def test_a_peer_silent_in_the_middle_of_a_shard_is_dropped(tmp_path: Path,
 
 
 async def test_a_pool_keeps_connections_and_survives_a_restart(node: Node) -> None:
-    pool = PeerPool(PlainTransport(), ASKING, connections_per_peer_max=2, idle_per_peer_max=1)
+    pool = PeerPool(node.transport(ASKING), ASKING, connections_per_peer_max=2, idle_per_peer_max=1)
     for _ in range(3):
         async with pool.client(ANSWERING.store, node.address) as client:
             await client.ping()
@@ -548,11 +558,11 @@ async def test_a_pool_keeps_connections_and_survives_a_restart(node: Node) -> No
 
 
 async def test_another_store_or_cluster_at_the_address_is_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = PeerClient(PlainTransport(), node.address, ASKING, expected_store=StoreId(b"x" * 16))
+    stranger = PeerClient(node.transport(ASKING), node.address, ASKING, expected_store=StoreId(b"x" * 16))
     with pytest.raises(PeerRefused, match="is store 6262") as caught:
         await stranger.ping()
     assert caught.value.reason is RefusalReason.WRONG_PEER
-    foreign = PeerClient(PlainTransport(), node.address, PeerIdentity(b"d" * 16, ASKING.store, ASKING.node))
+    foreign = PeerClient(node.transport(ASKING), node.address, PeerIdentity(b"d" * 16, ASKING.store, ASKING.node))
     with pytest.raises(PeerRefused, match="another cluster") as caught:
         await foreign.ping()
     assert caught.value.reason is RefusalReason.WRONG_PEER
