@@ -52,6 +52,7 @@ ANSWERING = PeerIdentity(CLUSTER, StoreId(b"b" * 16), NodeId("answering"))
 WELCOME = Welcome(1, "ckptfs", CLUSTER, ANSWERING.store, "answering")
 HELLO = Hello(1, 1, "ckptfs", CLUSTER, ASKING.store, "asking")
 STALL_SECONDS = 0.05
+"""Where a test waits for it. Elsewhere a busy machine would be taken for a peer that stalls."""
 
 
 class KeepsNothing:
@@ -81,7 +82,7 @@ async def answering(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Answ
     index = AgentDatabase(tmp_path / "agent.db")
     shards = ShardStore(tmp_path / "shards", index)
     copies = SmallCopies(tmp_path / "small_copies.db")
-    server = PeerServer(shards, copies, NoSegments(), KeepsNothing(), ANSWERING, PlainTransport(stall_seconds=STALL_SECONDS))
+    server = PeerServer(shards, copies, NoSegments(), KeepsNothing(), ANSWERING, PlainTransport(stall_seconds=4 * STALL_SECONDS))
     yield Answering(server, shards, await nursery.start(server.serve, "127.0.0.1:0"))
     nursery.cancel_scope.cancel()
     index.close()
@@ -284,8 +285,8 @@ async def serve_script(script: Script, *, task_status: trio.TaskStatus[str]) -> 
         listener.close()
 
 
-async def client_of(script: Script, nursery: trio.Nursery) -> PeerClient:
-    return PeerClient(PlainTransport(stall_seconds=STALL_SECONDS), await nursery.start(serve_script, script), ASKING)
+async def client_of(script: Script, nursery: trio.Nursery, *, stall_seconds: float = 2.0) -> PeerClient:
+    return PeerClient(PlainTransport(stall_seconds=stall_seconds), await nursery.start(serve_script, script), ASKING)
 
 
 async def hang(_: FrameStream) -> None:
@@ -316,7 +317,7 @@ async def hang_after_greeting(stream: FrameStream) -> None:
 
 @pytest.mark.parametrize("script", [hang, hang_after_greeting])
 async def test_a_peer_that_hangs(script: Script, nursery: trio.Nursery) -> None:
-    client = await client_of(script, nursery)
+    client = await client_of(script, nursery, stall_seconds=STALL_SECONDS)
     with trio.fail_after(5), pytest.raises(PeerUnreachable, match="hangs"):
         await client.ping()
     assert not client.connected
@@ -331,7 +332,7 @@ async def test_a_peer_that_takes_in_nothing_more(nursery: trio.Nursery) -> None:
         await stream.send(2, PutReady(0))
         await trio.sleep_forever()
 
-    client = await client_of(script, nursery)
+    client = await client_of(script, nursery, stall_seconds=STALL_SECONDS)
     header = ShardHeader(VID, 0, 1, 1, 4 << 20, 1 << 30)
     cell = bytes(4 << 20)
     digest = checksum.cell_hash(cell)
