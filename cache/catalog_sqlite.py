@@ -145,12 +145,12 @@ class SqliteCatalog:
         """Nothing to do: reads go straight to the file."""
 
     async def get(self, key: bytes) -> Entry | None:
-        await trio.lowlevel.checkpoint_if_cancelled()
         records = self._records
         records.refresh()
         known = records.get(key)
         if known is not MISSING:
             return cast(Entry | None, known)
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
             entry = read_entry(self._connection, key)
         except sqlite3.Error as error:

@@ -283,7 +283,7 @@ class Namespace:
         operations = [
             entry_put(parent, name, ino, mode),
             Put(inode_key(ino), pack(inode)),
-            touched(parent, now),
+            *await touched(self.kv, parent, now),
             *more,
         ]
 
@@ -335,7 +335,11 @@ class Namespace:
             await commit(
                 self._changes,
                 [Unchanged(entry_key(parent, name), 0), Unchanged(inode_key(ino), revision), Present(inode_key(parent))],
-                [entry_put(parent, name, ino, inode.mode), Put(inode_key(ino), pack(linked)), touched(parent, now)],
+                [
+                    entry_put(parent, name, ino, inode.mode),
+                    Put(inode_key(ino), pack(linked)),
+                    *await touched(self.kv, parent, now),
+                ],
             )
             return linked
 
@@ -366,7 +370,7 @@ class Namespace:
             await commit(
                 self._changes,
                 [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
-                [Delete(entry_key(parent, name)), *plan.operations, touched(parent, self.now_ns())],
+                [Delete(entry_key(parent, name)), *plan.operations, *await touched(self.kv, parent, self.now_ns())],
             )
 
         return await repeated(attempt)

@@ -94,7 +94,9 @@ async def attempt_rename(kv: KeyValue, old: Place, new: Place, flags: RenameFlag
         Unchanged(entry_key(new.directory, new.name), 0 if target is None else target.revision),
         *(Present(inode_key(directory)) for directory in {old.directory, new.directory}),
     ]
-    operations = [*guard.operations, *(touched(directory, now_ns) for directory in {old.directory, new.directory})]
+    operations = list(guard.operations)
+    for directory in {old.directory, new.directory}:
+        operations += await touched(kv, directory, now_ns)
     if flags & RenameFlags.EXCHANGE:
         assert target is not None
         plan = await _exchange(kv, old, source, new, target, now_ns)

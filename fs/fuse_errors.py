@@ -42,9 +42,12 @@ def errno_of(error: Exception) -> int | None:
 
     An `OSError` of the store's own file system passes through: ENOSPC, EDQUOT, EFBIG mean to the program what they mean there.
     """
-    for kind, number in _TABLE:
-        if isinstance(error, kind):
-            return number
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    return None
+    kind = type(error)
+    if kind not in _number_of:
+        _number_of[kind] = next((number for known, number in _TABLE if issubclass(kind, known)), 0)
+    number = _number_of[kind]
+    return number or (error.errno if isinstance(error, OSError) else None) or None
+
+
+_number_of: dict[type[Exception], int] = {}
+"""What the table says of each kind that came before: most lookups of new files end here."""
