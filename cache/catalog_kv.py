@@ -105,6 +105,10 @@ class KeyValue(Protocol):
         """
         ...
 
+    async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """The entry of each key, or None, in their order: at one revision for up to `COMPARES_MAX` of them."""
+        ...
+
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
         """Entries whose key begins with `prefix` and is greater than `after`, in key order, at most `limit`."""
         ...

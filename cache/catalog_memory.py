@@ -48,6 +48,9 @@ class MemoryCatalog:
     async def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
+    async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        return [self._entries.get(key) for key in keys]
+
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
         found = self._keys_with(prefix)
         if after >= prefix:

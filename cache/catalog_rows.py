@@ -20,6 +20,7 @@ WATCH_ROWS_AT_ONCE = 256
 _GET = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key=?"
 _RANGE = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key>=? AND key<? ORDER BY key LIMIT ?"
 COUNT = "SELECT count(*) FROM kv WHERE key>=? AND key<?"
+_GET_SOME = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key IN ({})"
 _EXISTS = "SELECT 1 FROM kv WHERE key>=? AND key<? LIMIT 1"
 _REVISION_OF = "SELECT mod_rev FROM kv WHERE key=?"
 _DELETE = "DELETE FROM kv WHERE key=?"
@@ -111,6 +112,12 @@ def read_entry(connection: sqlite3.Connection, key: bytes) -> Entry | None:
     """The entry of the key, or None. Raises `DamagedData`."""
     row = connection.execute(_GET, (key,)).fetchone()
     return None if row is None else _checked(row)
+
+
+def read_entries(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+    """The entries of those keys that exist. Raises `DamagedData`."""
+    rows = connection.execute(_GET_SOME.format(",".join("?" * len(keys))), keys)
+    return {row[0]: _checked(row) for row in rows}
 
 
 def read_range(connection: sqlite3.Connection, first: bytes, end: bytes, limit: int) -> list[Entry]:

@@ -52,6 +52,7 @@ from ckptfs.cache.catalog_rows import (
     log_events,
     newest_revision,
     prefix_end,
+    read_entries,
     read_entry,
     read_log,
     read_range,
@@ -161,6 +162,15 @@ class SqliteCatalog:
             raise self._noted(damage) from None
         records.keep(key, entry)
         return entry
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        entries: list[Entry | None] = []
+        for start in range(0, len(keys), COMPARES_MAX):
+            some = keys[start : start + COMPARES_MAX]
+            found = await self._read(partial(read_entries, keys=some))
+            entries += map(found.get, some)
+        return entries
 
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -7,8 +7,9 @@ at all. Nothing is cached here but a block of inode numbers. `rename`, `removal`
 Pure: time and randomness are injected, and nothing blocks but through the engine.
 """
 
+import contextlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -183,6 +184,21 @@ class Namespace:
         """The inode, with a directory's own times. Raises `NoSuchName` when it is gone."""
         inode, _ = await existing_inode(self.kv, ino)
         return await self._with_times(ino, inode) if inode.is_directory else inode
+
+    async def inodes(self, inos: Sequence[InodeNumber]) -> dict[InodeNumber, Inode]:
+        """As `inode`, for many at once. Left out are those that are gone, or whose record is damaged: whoever asks for such a one
+        alone is told."""
+        found: dict[InodeNumber, Inode] = {}
+        try:
+            for ino, entry in zip(inos, await self.kv.get_many([inode_key(ino) for ino in inos]), strict=True):
+                if entry is not None:
+                    inode = unpack(Inode, entry.value)
+                    found[ino] = await self._with_times(ino, inode) if inode.is_directory else inode
+        except DamagedData:
+            for ino in inos:
+                with contextlib.suppress(NoSuchName, DamagedData):
+                    found[ino] = await self.inode(ino)
+        return found
 
     async def _with_times(self, ino: InodeNumber, inode: Inode) -> Inode:
         entry = await self.kv.get(times_key(ino))

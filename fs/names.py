@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 
-from ckptfs.cache.errors import DamagedData, NameMoved, NoSuchName
+from ckptfs.cache.errors import NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.namespace import DirectoryItem, Namespace
 from ckptfs.cache.rename import RenameFlags
@@ -186,25 +186,22 @@ class NameOperations:
 
     async def readdirplus(self, header: RequestHeader, body: memoryview) -> bytes:
         listing, offset, size, *_ = fuse.READ_IN.unpack_from(body)
-        records: list[bytes] = []
+        items: list[tuple[DirectoryItem, bytes]] = []
         used = 0
         for item in await self._items(InodeNumber(header.nodeid), listing, offset):
             record = fuse.directory_record(item.ino, item.cookie, item.kind, item.name)
             used += len(_NO_ENTRY) + len(record)
             if used > size:
                 break
-            records.append(await self._entry_of(item))
-            records.append(record)
-        return b"".join(records)
-
-    async def _entry_of(self, item: DirectoryItem) -> bytes:
-        """A name's attributes, or none where another node would have to be asked or they are gone: the kernel looks up then."""
-        if item.name in (b".", b".."):
-            return _NO_ENTRY
-        try:
-            inode = await self._namespace.inode(item.ino)
-        except (NoSuchName, DamagedData):  # a damaged record is an error of its own name, not of its directory
-            return _NO_ENTRY
-        if self._view.written_elsewhere(inode):
-            return _NO_ENTRY
-        return await self._view.entry(item.ino, inode)
+            items.append((item, record))
+        inodes = await self._namespace.inodes([item.ino for item, _ in items if item.name not in (b".", b"..")])
+        parts: list[bytes] = []
+        for item, record in items:
+            inode = inodes.get(item.ino)
+            # Without attributes the kernel looks the name up: they are gone, damaged, or another node would have to be asked.
+            if inode is None or item.name in (b".", b"..") or self._view.written_elsewhere(inode):
+                parts.append(_NO_ENTRY)
+            else:
+                parts.append(await self._view.entry(item.ino, inode))
+            parts.append(record)
+        return b"".join(parts)

@@ -121,6 +121,7 @@ class NotingCatalog:
     def __init__(self, kv: KeyValue, repeats: Repeats) -> None:
         self.get = kv.get
         self.catch_up = kv.catch_up
+        self.get_many = kv.get_many
         self.range = kv.range
         self.count = kv.count
         self.transact = repeats.transact
