@@ -23,6 +23,7 @@ from typing import Any
 import trio
 
 from ckptfs.cache.catalog_kv import (
+    OPERATIONS_MAX,
     Compare,
     Delete,
     EmptyRange,
@@ -93,6 +94,15 @@ class EtcdCatalog:
     async def get(self, key: bytes) -> Entry | None:
         answer = await self._range({"key": self._prefix + key})
         return self._entry(answer.kvs[0]) if answer.kvs else None
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        entries: list[Entry | None] = []
+        for start in range(0, len(keys), OPERATIONS_MAX):
+            some = keys[start : start + OPERATIONS_MAX]
+            answer = await self._transact([], [{"request_range": {"key": self._prefix + key}} for key in some])
+            found = [part.response_range.kvs for part in answer.responses]
+            entries += [self._entry(kvs[0]) if kvs else None for kvs in found]
+        return entries
 
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
         first = prefix if after < prefix else after + b"\0"

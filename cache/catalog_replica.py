@@ -24,7 +24,7 @@ from zlib import crc32
 import trio
 
 from ckptfs.cache.catalog_etcd import EtcdCatalog, prefix_end
-from ckptfs.cache.catalog_kv import Compare, Entry, Event, Operation, TransactionResult
+from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ INSERT INTO meta VALUES('revision', 0), ('catalog', '');
 PRAGMA user_version={LAYOUT_VERSION};
 """
 _GET = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key=?"
+_GET_SOME = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key IN ({})"
 _RANGE = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv WHERE key>=? AND key<? ORDER BY key LIMIT ?"
 _COUNT = "SELECT count(*) FROM kv WHERE key>=? AND key<?"
 _PUT = (
@@ -113,6 +114,16 @@ class ReplicatedCatalog:
         await self._loaded()
         row = self._read(lambda: self._connection.execute(_GET, (key,)).fetchone())
         return None if row is None else self._entry(row)
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        await self._loaded()
+        found: dict[bytes, Entry] = {}
+        for start in range(0, len(keys), COMPARES_MAX):
+            some = keys[start : start + COMPARES_MAX]
+            among = _GET_SOME.format(",".join("?" * len(some)))
+            rows = self._read(lambda among=among, some=some: self._connection.execute(among, some).fetchall())  # type: ignore[misc]
+            found |= {row[0]: self._entry(row) for row in rows}
+        return list(map(found.get, keys))
 
     async def range(self, prefix: bytes, *, after: bytes = b"", limit: int | None = None) -> list[Entry]:
         await self._loaded()

@@ -38,6 +38,7 @@ import trio
 
 from ckptfs.cache.catalog_connection import BUSY_SECONDS_MAX, connect, guarded, is_busy, patient, prepare, transaction, translated
 from ckptfs.cache.catalog_kv import (
+    COMPARES_MAX,
     Compare,
     Entry,
     Event,

@@ -73,11 +73,18 @@ class RangeAnswer(msgspec.Struct):
     count: int = 0
 
 
+class OperationAnswer(msgspec.Struct):
+    """Of one operation of a transaction: what a range found."""
+
+    response_range: RangeAnswer = msgspec.field(default_factory=RangeAnswer)
+
+
 class TransactionAnswer(msgspec.Struct):
-    """Whether the compares held."""
+    """Whether the compares held, and what each operation answered."""
 
     header: Header = msgspec.field(default_factory=Header)
     succeeded: bool = False
+    responses: list[OperationAnswer] = []
 
 
 class WatchedEvent(msgspec.Struct):

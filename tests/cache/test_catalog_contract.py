@@ -128,6 +128,14 @@ async def test_ranges(kv: KeyValue) -> None:
     assert (await kv.range(b"e"))[0].value == b"ve"
 
 
+async def test_many_at_once(kv: KeyValue) -> None:
+    keys = [b"k/%d" % number for number in range(COMPARES_MAX + 2)]
+    await kv.transact([], [Put(key, b"v" + key) for key in keys[:100]])
+    asked = [b"absent", *keys[::-1], b"k"]
+    assert await kv.get_many(asked) == [await kv.get(key) for key in asked]
+    assert await kv.get_many([]) == []
+
+
 async def test_a_long_range_comes_whole(kv: KeyValue) -> None:
     keys = [b"k/%05d" % number for number in range(2_500)]
     for start in range(0, len(keys), OPERATIONS_MAX):
