@@ -16,17 +16,20 @@ when its first unprotected byte may have been written, wall time. `fh` is the nu
 whose last name is gone, else empty. `version` and `record` are the catalog's packed records of the version that is read and of
 the inode, as they were when it was opened.
 
-WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. On a drive that
-takes no writes any more it goes on in memory: then a killed process loses what was noted since.
+WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. What concerns
+handles is committed a little later, and until then is in `mount.notes` (`row_notes`). On a drive that takes no writes any more it
+goes on in memory: then a killed process loses what was noted since.
 """
 
 import contextlib
 import enum
+import errno
 import logging
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +38,7 @@ from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.kept_descriptors import kept_descriptor
 from ckptfs.cache.reserve import hold_beyond_end
+from ckptfs.cache.row_notes import RowNotes
 from ckptfs.cache.sqlite_files import first_damage, log_is_cut
 from ckptfs.cache.sqlite_full import is_full
 
@@ -49,6 +53,20 @@ CATALOG_FACT = "catalog_revision"
 
 MADE_FACT = "made_ns"
 """When this database was made, wall time: what the store had before is known from the catalog only."""
+
+COMMITTED_NOTE_FACT = "committed_note"
+"""The number of the newest note that is committed."""
+
+OWED_MAX = 64
+"""So many changes wait at most, where they can be committed; and so many are committed in one transaction."""
+
+_NOTED = {
+    "opened": "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "handle": "INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)",
+    "closed": "DELETE FROM handle WHERE fh = ?",
+    "last closed": "DELETE FROM last_handle WHERE fh = ?",
+}
+"""The changes that are noted first. A name never comes to mean another statement."""
 
 _REMEDY = "it is rebuilt from the catalog when the node starts again, and what was closed is safe"
 
@@ -88,6 +106,14 @@ class FileState(enum.IntEnum):
     LOCAL = 2
     PROTECTED = 3
     ORPHAN = 4
+
+
+class _Owed(NamedTuple):
+    """A change that is to be committed. `note` is the number of its note, 0 if it has none."""
+
+    statement: str
+    rows: Sequence[Sequence[object]]
+    note: int = 0
 
 
 class FileRow(NamedTuple):
@@ -172,7 +198,9 @@ class MountDatabase:
         except OSError as error:
             raise StoreError(f"{path} can't be opened: {error.strerror}") from None
         self._path = path
-        self._owed: deque[tuple[str, Sequence[Sequence[object]]]] = deque()
+        self._owed: deque[_Owed] = deque()
+        self._notes: RowNotes | None = None
+        self._last_note = 0
         self._facts: dict[str, bytes] = {}
         self.in_memory = False
         if reason := refuses_writes(path.parent):
@@ -210,7 +238,30 @@ class MountDatabase:
             raise
 
     def close(self) -> None:
+        """What was noted and not committed stays so; see `take_over`."""
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
         self._connection.close()
+
+    def take_over(self) -> None:
+        """Commit what a process that was killed had noted, and note changes from now on. Called when no other process uses the
+        database any more; before that, every change is committed at once."""
+        if self._notes is not None or self.in_memory:
+            return
+        committed, made = self.fact(COMMITTED_NOTE_FACT), self.fact(MADE_FACT)
+        self._last_note = int(committed or b"0")
+        try:
+            notes = RowNotes(self._path.with_name("mount.notes"), int(made or b"0"))
+        except OSError as error:  # no room: then a little slower
+            log.warning("no_notes path=%s error=%s", self._path, error)
+            return
+        for note in notes.read(self._last_note):
+            if note.change in _NOTED:
+                self._owed.append(_Owed(_NOTED[note.change], [note.values], note.number))
+            self._last_note = note.number
+        self._notes = notes
+        self.settle_debts()
 
     def checkpoint(self) -> None:
         """Move the write-ahead log into the database. Waits for the disk: for a thread, on a connection of its own.
@@ -252,19 +303,18 @@ class MountDatabase:
         if handle is None:
             self._owe("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", [row])
             return
-        values = (*row, handle.fh, handle.flags, handle.lane)
-        self._owe("INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [values])
+        self._note("opened", (*row, handle.fh, handle.flags, handle.lane))
 
     def put_handle(self, handle: HandleRow) -> None:
         """Add the handle; on a full drive, as soon as there is room: what was saved must be readable there."""
-        self._owe("INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)", [handle])
+        self._note("handle", handle)
 
     def remove_handle(self, fh: int) -> None:
-        self._owe("DELETE FROM handle WHERE fh = ?", [(fh,)])
+        self._note("closed", (fh,))
 
     def remove_handle_and_backing(self, fh: int) -> None:
         """The last handle of a file is gone, and its backing id was closed."""
-        self._owe("DELETE FROM last_handle WHERE fh = ?", [(fh,)])
+        self._note("last closed", (fh,))
 
     def put_prefix(self, waiting: WaitingVersion) -> None:
         """Set the row of the file's prefix; on a full drive, as soon as there is room."""
@@ -311,9 +361,9 @@ class MountDatabase:
         They follow facts committed in the catalog, so they can't be refused; after a kill, recovery finds the same facts.
         """
         while self._owed:
-            statement, rows = self._owed[0]
+            some = list(islice(self._owed, OWED_MAX))
             try:
-                self._execute_many(statement, rows)
+                self._commit(some)
             except sqlite3.OperationalError as error:
                 if is_full(error):
                     return False
@@ -322,7 +372,10 @@ class MountDatabase:
                 file, self._connection = self._connection, self._copy_in_memory(str(error))
                 file.close()
                 continue
-            self._owed.popleft()
+            for _ in some:
+                self._owed.popleft()
+        if self._notes is not None:
+            self._notes.begin_again()
         return True
 
     def _copy_in_memory(self, reason: str) -> sqlite3.Connection:
@@ -341,16 +394,33 @@ class MountDatabase:
         return memory
 
     def _owe(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
-        self._owed.append((statement, rows))
+        self._owed.append(_Owed(statement, rows))
         self.settle_debts()
 
-    def _execute_many(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
-        if len(rows) == 1:
-            self._connection.execute(statement, rows[0])
+    def _note(self, change: str, row: Sequence[object]) -> None:
+        """Make the change outlive this process now; it is committed with others, before anybody reads."""
+        noted = 0
+        if self._notes is not None:
+            try:
+                self._notes.add(self._last_note + 1, change, row)
+                self._last_note = noted = self._last_note + 1
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # else the drive is full, and has been for a while
+                    log.warning("not_noted path=%s error=%s", self._path, error.strerror)
+        self._owed.append(_Owed(_NOTED[change], [row], noted))
+        if not noted or len(self._owed) >= OWED_MAX:
+            self.settle_debts()
+
+    def _commit(self, changes: Sequence[_Owed]) -> None:
+        if len(changes) == 1 and len(changes[0].rows) == 1 and not changes[0].note:
+            self._connection.execute(changes[0].statement, changes[0].rows[0])
             return
         self._connection.execute("BEGIN")
         try:
-            self._connection.executemany(statement, rows)
+            for change in changes:
+                self._connection.executemany(change.statement, change.rows)
+            if note := max(change.note for change in changes):
+                self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (COMMITTED_NOTE_FACT, b"%d" % note))
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
@@ -359,18 +429,23 @@ class MountDatabase:
 
     def files(self) -> list[FileRow]:
         """Every row: bounded by what is in use or not yet protected."""
+        self.settle_debts()
         rows = self._connection.execute("SELECT * FROM file ORDER BY exposed_ns").fetchall()
         return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in rows]
 
     def file(self, ino: InodeNumber) -> FileRow | None:
+        self.settle_debts()
         row = self._connection.execute("SELECT * FROM file WHERE ino = ?", (ino,)).fetchone()
         return None if row is None else FileRow(row[0], row[1], row[2], FileState(row[3]), *row[4:])
 
     def handles(self) -> list[HandleRow]:
+        self.settle_debts()
         return [HandleRow(*row) for row in self._connection.execute("SELECT * FROM handle ORDER BY fh")]
 
     def forget_handles(self) -> None:
         """A new connection: the kernel holds none of the old handles and backing ids. Raises `StoreError` on a full drive."""
+        self.take_over()
+        self.settle_debts()
         try:
             self._connection.execute("DELETE FROM handle")
             self._connection.execute("DELETE FROM remote")

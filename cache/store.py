@@ -10,6 +10,7 @@
     copies/         verified local copies of versions whose home is elsewhere
     small_copies.db, agent.db, mount.db      indexes, each written by one process
     replica.db      what the catalog says, where it is on etcd
+    mount.notes                              changes that mount.db has not committed yet
     reserve         room kept for starting on a full drive; may be absent
     run/            sockets and pid files
 

@@ -125,7 +125,8 @@ class _Noticing:
 
 class FuseSession:
     """One process's turn at a FUSE connection. The descriptor is the caller's. `continues`: an earlier process had its turn;
-    what it and the kernel agreed on is `negotiated`, None if it was killed before that."""
+    what it and the kernel agreed on is `negotiated`, None if it was killed before that. `on_pause` is called when nothing was
+    asked for a moment."""
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class FuseSession:
         negotiated: Negotiated | None,
         on_negotiated: Callable[[Negotiated], None],
         on_answered: Callable[[int], None] = lambda unique: None,
+        on_pause: Callable[[], object] = lambda: None,
     ) -> None:
         if device >= 1024:
             raise ValueError("the device's descriptor must be one that select(2) can take")
@@ -147,6 +149,7 @@ class FuseSession:
         self.negotiated = negotiated
         self._on_negotiated = on_negotiated
         self._on_answered = on_answered
+        self._on_pause = on_pause
         self._buffers: list[bytearray] = []
         self._poller = select.poll()
         self._poller.register(device, select.POLLIN)
@@ -212,6 +215,7 @@ class FuseSession:
                         break
                     if not self._more_soon():
                         self.caught_up.set()
+                        self._on_pause()
                         break
                     if holds and time.monotonic() > turn_ends:
                         await trio.lowlevel.checkpoint()

@@ -229,6 +229,7 @@ class MountProcess:
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
             on_answered=repeats.answered,
+            on_pause=self._database.settle_debts,
         )
         if session.negotiated is not None:
             if not session.negotiated.resend:
@@ -344,6 +345,7 @@ class MountProcess:
         self._growing.stop()
         await self._settler.settle_due(everything=True)
         await self._reclaimer.drain()
+        self._database.settle_debts()
         await self._kv.make_durable()
 
     async def _checkpoint_now_and_then(self) -> None:

@@ -63,6 +63,7 @@ class MountRecovery:
         self._reopen = reopen
 
     async def run(self) -> None:
+        self._database.take_over()
         boot_id = BOOT_ID.read_bytes().strip()
         known_boot_id = self._database.fact(BOOT_FACT)
         power_was_cut = known_boot_id not in (None, boot_id)

@@ -13,7 +13,16 @@ import pytest
 
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
-from ckptfs.cache.mount_db import Exposure, FileRow, FileState, HandleRow, MountDatabase, MountDatabaseReader, WaitingVersion
+from ckptfs.cache.mount_db import (
+    OWED_MAX,
+    Exposure,
+    FileRow,
+    FileState,
+    HandleRow,
+    MountDatabase,
+    MountDatabaseReader,
+    WaitingVersion,
+)
 
 
 def _id(number: int) -> bytes:
@@ -72,6 +81,46 @@ def test_a_file_and_its_handle_are_put_together(database: MountDatabase) -> None
     database.remove_handle_and_backing(handle.fh)
     assert database.handles() == []
     assert database.files() == [_row(5)]
+
+
+def test_what_was_noted_by_a_killed_process_is_committed_by_the_next(path: Path) -> None:
+    killed = MountDatabase(path)
+    killed.take_over()
+    killed.put_file(_row(5, backing_id=3), HandleRow(1, InodeNumber(5), 1, 1))
+    assert [row.ino for row in killed.files()] == [5]  # committed: somebody asked
+    killed.put_file(_row(6, backing_id=4), HandleRow(2, InodeNumber(6), 1, 1))
+    killed.put_handle(HandleRow(3, InodeNumber(5), 0, 1))
+    killed.remove_handle_and_backing(2)
+    killed.remove_handle(1)
+    with closing(MountDatabase(path)) as looking:  # as the supervisor does, and a new release before its turn
+        assert [row.ino for row in looking.files()] == [5]
+    killed.close()
+    for _ in range(2):
+        with closing(MountDatabase(path)) as next_one:
+            next_one.take_over()
+            assert next_one.handles() == [HandleRow(3, InodeNumber(5), 0, 1)]
+            assert next_one.files() == [_row(5, backing_id=3), _row(6)]
+
+
+def test_no_more_than_some_changes_wait(path: Path) -> None:
+    with closing(MountDatabase(path)) as database, closing(MountDatabase(path)) as other:
+        database.take_over()
+        for number in range(1, OWED_MAX):
+            database.put_handle(HandleRow(number, InodeNumber(5), 0, 1))
+        assert other.handles() == []
+        database.put_handle(HandleRow(OWED_MAX, InodeNumber(5), 0, 1))
+        assert len(other.handles()) == OWED_MAX
+
+
+def test_notes_of_another_database_mean_nothing(path: Path) -> None:
+    with closing(MountDatabase(path)) as database:
+        database.take_over()
+        database.put_handle(HandleRow(1, InodeNumber(5), 0, 1))
+    for file in path.parent.glob("mount.db*"):
+        file.unlink()
+    with closing(MountDatabase(path)) as anew:
+        anew.take_over()
+        assert anew.handles() == []
 
 
 def test_a_new_connection_knows_no_handles_and_no_backing_ids(database: MountDatabase) -> None:

@@ -46,10 +46,11 @@ def _status(node: ClusterNode) -> Message:
     return call(node.store / "run" / "mount.sock", {"do": "status"})
 
 
-def _wait_for_commit(database: Path) -> None:
-    """Return within microseconds of a commit to the database, or after a while: in its `-shm` file SQLite counts them."""
+def _wait_for_change(path: Path) -> None:
+    """Return within microseconds of a change of the file's beginning, or after a while. SQLite counts commits in its `-shm` file;
+    in `mount.notes` the first note after each pause is written there."""
     deadline = time.monotonic() + 2
-    with open(f"{database}-shm", "rb") as file, mmap.mmap(file.fileno(), 48, prot=mmap.PROT_READ) as shared:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 48, prot=mmap.PROT_READ) as shared:
         before = shared[:48]
         while shared[:48] == before and time.monotonic() < deadline:
             pass
@@ -68,8 +69,9 @@ def _kill_again_and_again(node: ClusterNode, programs: list["subprocess.Popen[st
         else:
             _wait(node.answers)
             time.sleep(chance.uniform(0, 1))
-            # Names are in the catalog, handles in mount.db.
-            _wait_for_commit(chance.choice([node.catalog, node.store / "mount.db"]))
+            # Names are in the catalog, handles in the notes and then in mount.db.
+            commits = [Path(f"{database}-shm") for database in (node.catalog, node.store / "mount.db")]
+            _wait_for_change(chance.choice([*commits, node.store / "mount.notes"]))
         os.kill(killed, signal.SIGKILL)
         if ended := [program.args for program in programs if program.poll() is not None]:
             pytest.fail(f"a program ended by itself: {ended}")
