@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench_names import PROCESSES, files_in_mount, files_in_plain, in_processes, list_seconds, stat_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -36,14 +38,18 @@ BLOCK_SIZE = 1 << 20
 CELL_SIZE = 1 << 20
 DATA_SHARDS, PARITY_SHARDS = 4, 2
 SMALL_FILE_SIZE = 1024
+WRITERS = 4
 SEGMENT_GONE_SECONDS_MAX = 120
-PARTS = ("save", "write", "read", "small", "protect", "restore")
+PARTS = ("save", "write", "read", "small", "writers", "names", "protect", "restore")
 
 LIMITS = {
     "save": ("ratio_max", 1.05),
     "write": ("ratio_max", 1.05),
     "read": ("ratio_max", 1.05),
     "small": ("files_per_second_min", 1000),
+    "writers": ("files_per_second_min", 3000),
+    "stat": ("files_per_second_min", 20_000),
+    "list": ("files_per_second_min", 50_000),
     "protect": ("share_of_bare_loop_min", 0.5),
     "memory": ("peak_mb_max", 150),
 }
@@ -57,6 +63,7 @@ class Sizes:
     file_bytes: int
     protect_bytes: int
     small_files: int
+    names: int
     pairs: int
 
 
@@ -114,17 +121,47 @@ class Bench:
 
     def small(self) -> dict[str, Any]:
         """Create, write 1 KiB, close."""
-        content = os.urandom(SMALL_FILE_SIZE)
+        return self._small(lambda path: self._make_small(path, self._sizes.small_files))
+
+    def writers(self) -> dict[str, Any]:
+        """The same number of files by several processes at once, each in a directory of its own."""
+        each = self._sizes.small_files // WRITERS
 
         def work(path: Path) -> None:
             path.mkdir()
-            for number in range(self._sizes.small_files):
-                with open(path / f"{number}", "wb", buffering=0) as file:
-                    file.write(content)
+            in_processes([partial(self._make_small, path / f"{writer}", each) for writer in range(WRITERS)])
 
+        return self._small(work)
+
+    def _make_small(self, path: Path, count: int) -> None:
+        content = os.urandom(SMALL_FILE_SIZE)
+        path.mkdir()
+        for number in range(count):
+            with open(path / f"{number}", "wb", buffering=0) as file:
+                file.write(content)
+
+    def _small(self, work: Callable[[Path], None]) -> dict[str, Any]:
         figures = self._pairs(work, None)
         for name in ("mount", "plain"):
             figures[f"{name}_files_per_second"] = round(self._sizes.small_files / figures[f"{name}_seconds"])
+        return figures
+
+    def names(self) -> dict[str, Any]:
+        """Every file of a large directory looked at, with nothing of it in the kernel's caches: by name, and by listing it.
+
+        The faster of two turns counts: the other of the two may have grown a cache.
+        """
+        count = self._sizes.names
+        mount, plain = self._mount / "bench-names", self._plain / "bench-names"
+        figures: dict[str, Any] = {"files": count, "processes": PROCESSES}
+        with files_in_mount(mount, self._cluster.nodes[0].catalog, count), files_in_plain(plain, count):
+            for part, seconds_of in (("stat", stat_seconds), ("list", list_seconds)):
+                best = {"mount": float("inf"), "plain": float("inf")}
+                for _ in range(2):
+                    for name, directory in (("mount", mount), ("plain", plain)):
+                        best[name] = min(best[name], seconds_of(directory, count))
+                figures[part] = {f"{name}_files_per_second": round(count / seconds) for name, seconds in best.items()}
+                figures[part]["ratio"] = round(best["mount"] / best["plain"], 2)
         return figures
 
     def protect(self) -> dict[str, Any]:
@@ -363,9 +400,9 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    sizes = Sizes(1 << 30, 4 << 30, 5000, 5)
+    sizes = Sizes(1 << 30, 4 << 30, 5000, 100_000, 5)
     if arguments.quick:
-        sizes = Sizes(64 << 20, 256 << 20, 500, 3)
+        sizes = Sizes(64 << 20, 256 << 20, 500, 10_000, 3)
     parts = [part for part in PARTS if arguments.only is None or part in arguments.only]
     if "restore" in parts and "protect" not in parts:
         parts.insert(parts.index("restore"), "protect")
@@ -388,6 +425,9 @@ def _run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for part in parts:
             print(f"{part} …", file=sys.stderr, flush=True)
             document[part] = getattr(bench, part)()
+        for part in ("stat", "list"):
+            if "names" in document:
+                document[part] = document["names"].pop(part)
         memory.look()
     document["memory"] = {f"{role}_peak_mb": round(peak, 1) for role, peak in memory.peak_mb.items()}
     return document
@@ -437,10 +477,17 @@ def _print(document: dict[str, Any]) -> None:
             figures = document[part]
             rates = [f"{figures[f'{name}_bytes_per_second'] / 1e9:.2f} GB/s" for name in ("mount", "plain")]
             table.add_row(_what(part, figures["bytes"]), *rates, f"{figures['ratio']:.3f}", "≤ 1.05", _mark(document, part))
-    if "small" in document:
-        figures = document["small"]
-        rates = [f"{figures[f'{name}_files_per_second']} files/s" for name in ("mount", "plain")]
-        table.add_row("create, write 1 KiB, close", *rates, f"{figures['ratio']:.2f}", "≥ 1000 files/s", _mark(document, "small"))
+    for part, what in (
+        ("small", "create, write 1 KiB, close"),
+        ("writers", f"the same, {WRITERS} writers"),
+        ("stat", f"stat, cold, {PROCESSES} processes"),
+        ("list", "list and stat, cold"),
+    ):
+        if part in document:
+            figures = document[part]
+            rates = [f"{figures[f'{name}_files_per_second']} files/s" for name in ("mount", "plain")]
+            limit = f"≥ {LIMITS[part][1]:.0f} files/s"
+            table.add_row(what, *rates, f"{figures['ratio']:.2f}", limit, _mark(document, part))
     out.print(table)
     if "protect" in document:
         figures = document["protect"]
