@@ -25,6 +25,7 @@ close one of the database or the `-shm` (see `kept_descriptors`), only of the `-
 only.
 """
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -60,11 +61,13 @@ from ckptfs.cache.catalog_rows import (
 )
 from ckptfs.cache.errors import CatalogCompacted, DamagedData, StoreError
 from ckptfs.cache.kept_descriptors import open_existing
-from ckptfs.cache.record_cache import MISSING, RecordCache, Written
+from ckptfs.cache.record_cache import MISSING, NEIGHBOURS_SUFFIX_SIZE, RecordCache, Written
 from ckptfs.cache.sqlite_full import is_full
 
 WAL_LOOKED_AT_EVERY = 64  # transactions: each adds some 30 KiB
 WATCH_POLL_SECONDS = 0.05
+READ_AHEAD_AFTER = 3
+READ_AHEAD_ROWS = 256
 RANGE_ROWS_INLINE = 1_000  # about 2 ms; what is longer is read in a thread
 
 _decode_events = msgspec.msgpack.Decoder(list[tuple[bytes, bytes | None]]).decode
@@ -162,7 +165,17 @@ class SqliteCatalog:
         except DamagedData as damage:
             raise self._noted(damage) from None
         records.keep(key, entry)
+        if records.missed(key) == READ_AHEAD_AFTER:
+            self._read_ahead(key)
         return entry
+
+    def _read_ahead(self, key: bytes) -> None:
+        """Who asked for some neighbours one by one will ask for the others: together they cost a tenth. And where all of them
+        are known, so is what isn't there: nobody makes a file without looking for it first."""
+        group = key[:-NEIGHBOURS_SUFFIX_SIZE]
+        with contextlib.suppress(sqlite3.Error, DamagedData):  # whoever asks for what is damaged is told
+            entries = read_range(self._connection, group, prefix_end(group), READ_AHEAD_ROWS + 1)
+            self._records.keep_neighbours(key, entries, all_of_them=len(entries) <= READ_AHEAD_ROWS)
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -10,7 +10,7 @@ will have when all of the log is copied into it.
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckptfs.cache.catalog_kv import Entry
@@ -18,6 +18,8 @@ from ckptfs.cache.kept_descriptors import kept_descriptor
 
 HEADER_SIZE = 96
 ENTRIES_MAX = 20_000
+NEIGHBOURS_SUFFIX_SIZE = 2
+"""Keys that differ in so many last bytes at most are neighbours: a hundred names that end in numbers, 256 inodes."""
 _CHANGE = struct.Struct("=8xI")
 _PAGES = struct.Struct("=20xI")
 
@@ -55,6 +57,8 @@ class RecordCache:
         self._entries: dict[bytes, Entry | None] = {}
         self._counts: dict[bytes, int] = {}
         self._counted_lengths: set[int] = set()
+        self._misses: dict[bytes, int] = {}
+        self._whole: set[bytes] = set()
 
     def refresh(self) -> None:
         """Forget everything if anybody committed since. Called before looking, and before reading what will be kept."""
@@ -63,6 +67,8 @@ class RecordCache:
             self._entries.clear()
             self._counts.clear()
             self._counted_lengths.clear()
+            self._misses.clear()
+            self._whole.clear()
             self.newest = None
             self.header = header
 
@@ -73,11 +79,24 @@ class RecordCache:
 
     def get(self, key: bytes) -> Entry | object | None:
         """The entry, None for a key that is absent, `MISSING` if nothing is known."""
-        return self._entries.get(key, MISSING)
+        entry = self._entries.get(key, MISSING)
+        return None if entry is MISSING and key[:-NEIGHBOURS_SUFFIX_SIZE] in self._whole else entry
 
     def keep(self, key: bytes, entry: Entry | None) -> None:
         """Remember what was read after the last `refresh`."""
         self._entries[key] = entry
+
+    def missed(self, key: bytes) -> int:
+        """Nothing is known of the key; how many of its neighbours that was so of, with it, since anybody else committed."""
+        neighbours = key[:-NEIGHBOURS_SUFFIX_SIZE]
+        count = self._misses[neighbours] = self._misses.get(neighbours, 0) + 1
+        return count
+
+    def keep_neighbours(self, key: bytes, entries: Sequence[Entry], *, all_of_them: bool) -> None:
+        """Remember those that were read after the last `refresh`; with `all_of_them` the others are absent."""
+        self._entries.update((entry.key, entry) for entry in entries)
+        if all_of_them:
+            self._whole.add(key[:-NEIGHBOURS_SUFFIX_SIZE])
 
     def count(self, prefix: bytes) -> int | None:
         """How many keys begin with the prefix, None if nothing is known."""

@@ -13,7 +13,7 @@ import trio.testing
 
 from ckptfs.cache import catalog_connection, catalog_maintenance, catalog_rows, catalog_sqlite
 from ckptfs.cache.catalog_format import FORMAT_KEY
-from ckptfs.cache.catalog_kv import Entry, Present, Put, Unchanged
+from ckptfs.cache.catalog_kv import Delete, Entry, Present, Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CatalogCompacted, CatalogUnavailable, DamagedData, StoreError
 
@@ -252,3 +252,53 @@ async def test_a_cut_write_ahead_log_leaves_a_whole_number_of_transactions(tmp_p
         shutil.rmtree(copy)
     assert {0, 10, 30} <= seen
     await kv.aclose()
+
+
+def _statements(kv: SqliteCatalog) -> list[str]:
+    """What is asked of the database from now on."""
+    asked: list[str] = []
+    kv._connection.set_trace_callback(asked.append)
+    return asked
+
+
+async def test_neighbours_asked_for_one_by_one_are_read_together(tmp_path: Path) -> None:
+    kv, other = opened(tmp_path / "c.db"), opened(tmp_path / "c.db")
+    keys = [b"d/1/file-%04d" % number for number in range(300)]
+    for start in range(0, len(keys), 100):
+        await other.transact([], [Put(key, b"v" + key) for key in keys[start : start + 100]])
+    asked = _statements(kv)
+    for key in keys:
+        entry = await kv.get(key)
+        assert entry is not None
+        assert entry.value == b"v" + key
+    assert len(asked) == 3 * 4  # of each hundred three, and then all of it
+    assert await kv.get(b"d/1/file-01xx") is None
+    assert len(asked) == 3 * 4  # it is known what isn't there
+    await kv.transact([Unchanged(b"d/1/file-01xx", 0)], [Put(b"d/1/file-01xx", b"mine"), Delete(keys[120])])
+    entry = await kv.get(b"d/1/file-01xx")
+    assert entry is not None
+    assert entry.value == b"mine"
+    assert await kv.get(keys[120]) is None
+    await other.transact([], [Put(b"d/1/file-01yy", b"another's")])
+    assert await kv.get(b"d/1/file-01yy") is not None
+    await other.transact([], [Put(keys[50], b"newer")])
+    entry = await kv.get(keys[50])
+    assert entry is not None
+    assert entry.value == b"newer"
+    await kv.aclose()
+    await other.aclose()
+
+
+async def test_a_damaged_neighbour_is_an_error_of_its_own_key(tmp_path: Path) -> None:
+    kv, other = opened(tmp_path / "c.db"), opened(tmp_path / "c.db")
+    keys = [b"d/1/file-%04d" % number for number in range(10)]
+    await other.transact([], [Put(key, b"v") for key in keys])
+    other._connection.execute("UPDATE kv SET value=x'00' WHERE key=?", (keys[7],))
+    for key in (*keys[:7], *keys[8:]):
+        assert await kv.get(key) is not None
+    with pytest.raises(DamagedData, match="file-0007"):
+        await kv.get(keys[7])
+    with pytest.raises(DamagedData, match="file-0007"):
+        await kv.get_many(keys)
+    await kv.aclose()
+    await other.aclose()
