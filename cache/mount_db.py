@@ -68,7 +68,7 @@ _NOTED = {
 }
 """The changes that are noted first. A name never comes to mean another statement."""
 
-_REMEDY = "it is rebuilt from the catalog when the node starts again, and what was closed is safe"
+REMEDY = "it is rebuilt from the catalog when the node starts again, and what was closed is safe"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS fact(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -170,7 +170,8 @@ class Exposure(NamedTuple):
     oldest_ns: int | None
 
 
-def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+def connect_mount_db(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """A connection of its own. Raises `StoreError`."""
     try:
         if read_only:
             connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
@@ -194,7 +195,7 @@ class MountDatabase:
         shortened or of something else; `StoreError` for one of another format, or that can't be opened now."""
         try:
             if log_is_cut(path):
-                raise DamagedData(f"{path}-wal is damaged; {_REMEDY}")
+                raise DamagedData(f"{path}-wal is damaged; {REMEDY}")
         except OSError as error:
             raise StoreError(f"{path} can't be opened: {error.strerror}") from None
         self._path = path
@@ -206,16 +207,16 @@ class MountDatabase:
         if reason := refuses_writes(path.parent):
             self._connection = self._copy_in_memory(reason)
         else:
-            self._connection = _connect(path, read_only=False)
+            self._connection = connect_mount_db(path, read_only=False)
         try:
             tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables and "fact" not in tables:
-                raise DamagedData(f"{path} is a database of something else; {_REMEDY}")
+                raise DamagedData(f"{path} is a database of something else; {REMEDY}")
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             if damage := first_damage(self._connection):
-                raise DamagedData(f"{path} is damaged ({damage}); {_REMEDY}")
+                raise DamagedData(f"{path} is damaged ({damage}); {REMEDY}")
             self._connection.executescript(_SCHEMA)
             known = self.fact("format")
             if known is None:
@@ -229,20 +230,23 @@ class MountDatabase:
             self._connection.close()
             if is_full(error):
                 raise _no_room(path) from None
-            raise DamagedData(f"{path} is damaged ({error}); {_REMEDY}") from None
+            raise DamagedData(f"{path} is damaged ({error}); {REMEDY}") from None
         except UnicodeDecodeError as error:  # of SQLite's own message
             self._connection.close()
-            raise DamagedData(f"{path} is damaged ({error.reason}); {_REMEDY}") from None
+            raise DamagedData(f"{path} is damaged ({error.reason}); {REMEDY}") from None
         except BaseException:
             self._connection.close()
             raise
 
     def close(self) -> None:
         """What was noted and not committed stays so; see `take_over`."""
+        self._close_notes()
+        self._connection.close()
+
+    def _close_notes(self) -> None:
         if self._notes is not None:
             self._notes.close()
             self._notes = None
-        self._connection.close()
 
     def take_over(self) -> None:
         """Commit what a process that was killed had noted, and note changes from now on. Called when no other process uses the
@@ -270,7 +274,7 @@ class MountDatabase:
         """
         if self.in_memory:
             return
-        with contextlib.closing(_connect(self._path, read_only=False)) as connection:
+        with contextlib.closing(connect_mount_db(self._path, read_only=False)) as connection:
             try:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.OperationalError as error:
@@ -371,6 +375,7 @@ class MountDatabase:
                     raise
                 file, self._connection = self._connection, self._copy_in_memory(str(error))
                 file.close()
+                self._close_notes()
                 continue
             for _ in some:
                 self._owed.popleft()
@@ -459,39 +464,3 @@ class MountDatabase:
             "SELECT count(*), coalesce(sum(size), 0), min(exposed_ns) FROM file WHERE state = 2"
         ).fetchone()
         return Exposure(count, size, oldest)
-
-
-class MountDatabaseReader:
-    """Another process's view."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._connection: sqlite3.Connection | None = None
-
-    def waiting(self, limit: int) -> list[WaitingVersion]:
-        """The local versions that have waited longest, and behind them prefixes; none while the database doesn't exist yet.
-
-        Raises `DamagedData`.
-        """
-        if self._connection is None:
-            if not self._path.exists():
-                return []
-            self._connection = _connect(self._path, read_only=True)
-        try:
-            rows = self._connection.execute(
-                "SELECT ino, vid, segment, size, exposed_ns, path_hint FROM file WHERE state = 2 ORDER BY exposed_ns LIMIT ?",
-                (limit,),
-            ).fetchall()
-            prefixes = self._connection.execute(
-                "SELECT * FROM prefix ORDER BY exposed_ns LIMIT ?", (limit - len(rows),)
-            ).fetchall()
-        except sqlite3.OperationalError:  # the writer hasn't made its tables yet
-            return []
-        except sqlite3.DatabaseError as error:
-            raise DamagedData(f"{self._path} is damaged ({error}); {_REMEDY}") from None
-        return [WaitingVersion(*row) for row in rows] + [WaitingVersion._make((*row, True)) for row in prefixes]
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None

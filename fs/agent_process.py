@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
-from ckptfs.cache.mount_db import MountDatabaseReader
+from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label

@@ -20,9 +20,9 @@ from ckptfs.cache.mount_db import (
     FileState,
     HandleRow,
     MountDatabase,
-    MountDatabaseReader,
     WaitingVersion,
 )
+from ckptfs.cache.mount_db_reader import MountDatabaseReader
 
 
 def _id(number: int) -> bytes:
@@ -202,7 +202,7 @@ def test_a_reader_that_comes_before_the_writer_finds_nothing(path: Path) -> None
 def test_a_reader_in_another_process_sees_what_was_put_and_holds_nobody_up(database: MountDatabase, path: Path) -> None:
     database.put_file(_row(5, FileState.LOCAL))
     code = (
-        "import sys, pathlib; from ckptfs.cache.mount_db import MountDatabaseReader as R;"
+        "import sys, pathlib; from ckptfs.cache.mount_db_reader import MountDatabaseReader as R;"
         "r = R(pathlib.Path(sys.argv[1])); [print(len(r.waiting(9)), flush=True) for _ in sys.stdin]"
     )
     command = [sys.executable, "-P", "-c", code, str(path)]

@@ -20,7 +20,8 @@ import trio
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
-from ckptfs.cache.mount_db import MountDatabase, MountDatabaseReader
+from ckptfs.cache.mount_db import MountDatabase
+from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments

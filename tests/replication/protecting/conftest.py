@@ -19,7 +19,8 @@ from ckptfs.cache.catalog_kv import Compare, Operation, TransactionResult
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, Vid, new_segment_id, new_vid
-from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, MountDatabaseReader, WaitingVersion
+from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, WaitingVersion
+from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.prefixes import Prefix, begin_prefix
 from ckptfs.cache.seal import SealCandidate, Sealed, Sealer
