@@ -7,6 +7,7 @@ what both run.
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.code_raiser import CodeRaiser
 from ckptfs.replication.codec import Codec
+from ckptfs.replication.collector import Collector
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import ReplicationError
 from ckptfs.replication.holders import Holders, Keepers, Peers
@@ -73,6 +75,8 @@ class AgentSettings:
     raise_look_seconds: float = 5.0
     raise_unchanged_seconds: float = 30.0
     sweep_seconds: float = 120.0
+    collect_seconds: float = 60.0
+    grace_seconds: float = 600.0
 
 
 class Agent:
@@ -160,6 +164,9 @@ class Agent:
             unchanged_seconds=settings.raise_unchanged_seconds,
         )
         self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
+        self.collector = Collector(
+            kv, self.members, now_ns, grace_seconds=settings.grace_seconds, pause_seconds=settings.collect_seconds
+        )
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
         self.verifier = Verifier(self.reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
@@ -182,6 +189,7 @@ class Agent:
             nursery.start_soon(self._settle_when_hurried)
             nursery.start_soon(self.raiser.run)
             nursery.start_soon(self._sweep_again_and_again)
+            nursery.start_soon(self._collect_again_and_again)
             task_status.started(self.address)
 
     async def aclose(self) -> None:
@@ -290,6 +298,16 @@ class Agent:
             except (CacheError, OSError) as error:
                 log.warning("sweep_put_off error=%s", error)
             pause_seconds = max(self._settings.sweep_seconds, 50 * (trio.current_time() - started))
+
+    async def _collect_again_and_again(self) -> None:
+        began = time.monotonic()
+        while True:
+            await self.collector.pause(began)
+            began = time.monotonic()
+            try:
+                await self.collector.collect()
+            except CacheError as error:
+                log.warning("dead_versions_not_looked_at error=%s", error)
 
     async def remove_unwanted_copies(self) -> int:
         """Remove local copies of versions that are gone; returns how many."""

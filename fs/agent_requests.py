@@ -417,6 +417,7 @@ class AgentRequests:
             },
             "raiser": asdict(agent.raiser.statistics),
             "sweep": asdict(agent.sweep.statistics),
+            "garbage": asdict(agent.collector.statistics),
             "server": asdict(agent.server.statistics()),
             "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes} if held.held else None,
             "store_failed": held.failed,

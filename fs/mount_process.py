@@ -265,6 +265,7 @@ class MountProcess:
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(holds.run)
+            nursery.start_soon(elsewhere.keep_what_died)
             nursery.start_soon(growing.run)
             nursery.start_soon(self._space.run)
             nursery.start_soon(self._checkpoint_now_and_then)

@@ -21,7 +21,7 @@ from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
-from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.fs.segment_holds import SegmentHolds, held_as
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,9 @@ class MountRecovery:
             file = self._open_files.get(handle.ino) or await self._reopen(handle.ino, noted.get(handle.ino))
             self._open_files.restore_handle(handle, file)
         self._database.remove_remotes(ino for ino in noted if not self._is_noted(ino))
-        await self._holds.begin(file.held for file in self._open_files if file.held is not None)
+        await self._holds.begin(
+            held for file in self._open_files if file.handles for held in (file.held, held_as(file.vid)) if held
+        )
         for file in self._open_files:
             if file.state is FileState.OPEN and not file.writers:
                 self._settler.closed(file)

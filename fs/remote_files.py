@@ -4,16 +4,29 @@ A version that was hashed is read from a local copy, checked; one that is still 
 has the bytes, the home is asked to keep the segment until the last close here, whatever becomes of the file.
 """
 
+import logging
 import os
 
+import trio
+
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
+from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.cache.mount_db import FileState, RemoteRow
 from ckptfs.fs.disk_reads import DiskReads
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.remote_content import ContentGone, RemoteContent, WholeCopy
-from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.fs.segment_holds import SegmentHolds, held_as
 from ckptfs.replication.local_copies import CopyPlace
+
+log = logging.getLogger(__name__)
+
+DEATH_LOOK_SECONDS = 60.0
+"""A tenth of the time for which shards of dead versions stay in any case."""
+
+
+def _is_protected(file: FileInUse) -> bool:
+    return file.remote is not None and file.remote.state is VersionState.PROTECTED
 
 
 class RemoteFiles:
@@ -51,6 +64,26 @@ class RemoteFiles:
         file = self.use(row.ino, row.vid, unpack(Version, row.version))
         file.record, file.noted = unpack(Inode, row.record), True
         return file
+
+    async def keep_what_died(self) -> None:
+        """Look for deaths now and then, until cancelled."""
+        while True:
+            await trio.sleep(DEATH_LOOK_SECONDS)
+            try:
+                await self.look_for_deaths()
+            except CacheError as error:
+                log.info("deaths_not_looked_for error=%s", error)
+
+    async def look_for_deaths(self) -> None:
+        """A version that died while programs here read it from shards keeps those until they close it."""
+        for file in [file for file in self._open_files if file.handles and file.held is None and _is_protected(file)]:
+            held = await self._holds.take_dead(file.vid)
+            if held is None:
+                continue
+            if file.handles and file.held is None and held == held_as(file.vid):
+                file.held = held
+            else:
+                self._holds.let_go(held)
 
     def let_go(self, file: FileInUse) -> None:
         """The last handle is closed."""

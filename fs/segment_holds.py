@@ -1,4 +1,5 @@
-"""The segments of other nodes that programs here have open, which their homes are to keep until they close them.
+"""The segments of other nodes that programs here have open, which their homes are to keep until they close them; and the
+protected versions that died while programs here have them open, whose shards are to stay so long.
 
 Put into the catalog before the open is answered, taken out some time after the last close. What a killed process has left is
 known from `mount.db`, or taken out when the next one begins.
@@ -12,12 +13,18 @@ import trio
 from ckptfs.cache import segment_holds
 from ckptfs.cache.catalog_format import Version, VersionState
 from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_records import find_version
 from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+
+
+def held_as(vid: Vid) -> SegmentId:
+    """What stands for a version's shards among the holds, where its segment counts for nothing."""
+    return SegmentId(vid)
 
 
 class SegmentHolds:
@@ -46,6 +53,18 @@ class SegmentHolds:
                 return False
             self._held.add(segment)
             return True
+
+    async def take_dead(self, vid: Vid) -> SegmentId | None:
+        """Have the shards of a protected version kept, if it has died; None if it hasn't. Raises `CatalogUnavailable`."""
+        found = await find_version(self._kv, vid)
+        if found is None or found[0].state is not VersionState.DEAD:
+            return None
+        held = held_as(vid)
+        async with self._changing:
+            if not await segment_holds.hold(self._kv, held, self._store, vid):
+                return None
+            self._held.add(held)
+        return held
 
     def let_go(self, segment: SegmentId) -> None:
         """No program here has it open any more."""

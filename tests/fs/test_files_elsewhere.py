@@ -16,6 +16,7 @@ from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_readers import AWAY_SECONDS_MAX, RemoteReaders
+from ckptfs.fs.segment_holds import held_as
 from ckptfs.fs.segment_sweep import SegmentSweep
 
 pytestmark = pytest.mark.slow
@@ -316,3 +317,27 @@ async def test_a_copy_that_made_room_gives_it_back_while_programs_have_it_open(p
     there.open_files.close_evicted_copies()
     assert file.copy_descriptor is None
     assert await there.read(fh) == b"content"
+
+
+async def test_shards_of_what_died_are_kept_for_who_reads_it(pair: tuple[Any, Any]) -> None:
+    here, there = pair
+    content = os.urandom(300_000)
+    ino = await here.save(b"file", content)
+    with trio.fail_after(20):
+        while (await here.namespace.inode(ino)).prot is None:
+            await trio.sleep(0.01)
+    elsewhere = there.files._elsewhere
+    fh = await there.open(ino)
+    assert await there.read(fh, 10) == content[:10]
+    await elsewhere.look_for_deaths()
+    assert await segment_holds.held_by(here.kv, there.store.store_id) == []
+    (vid,) = [file.vid for file in there.open_files]
+    await here.unlink(b"file")
+    await elsewhere.look_for_deaths()
+    await elsewhere.look_for_deaths()
+    assert await segment_holds.held_by(here.kv, there.store.store_id) == [held_as(vid)]
+    await there.holds.begin([held_as(vid)])  # the next life of the mount process
+    assert await segment_holds.held_by(here.kv, there.store.store_id) == [held_as(vid)]
+    assert await there.read(fh) == content
+    await there.release(fh)
+    await _all_let_go(pair)

@@ -123,6 +123,7 @@ class Node:
         self.told: list[Vid] = []
         self.hears = True
         self.settled_count = 0
+        self.collect_seconds, self.grace_seconds = 1e9, 600.0
         self.agent: Agent | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = trio.Event()
@@ -148,6 +149,8 @@ class Node:
                 shortfall_seconds=self.cluster.shortfall_seconds,
                 raise_look_seconds=0.05,
                 sweep_seconds=self.cluster.sweep_seconds,
+                collect_seconds=self.collect_seconds,
+                grace_seconds=self.grace_seconds,
                 raise_unchanged_seconds=self.cluster.raise_unchanged_seconds,
             ),
             settle=self._settle,
