@@ -42,7 +42,7 @@ def node(context: typer.Context, config: ConfigFile = DEFAULT_CONFIG) -> None:
     loaded = load_config(config)
     from ckptfs.fs import supervisor  # only this command needs it and all that it imports
 
-    supervisor.run(loaded, Path(os.path.abspath(config)))
+    supervisor.run(loaded)
 
 
 @app.command("upgrade")

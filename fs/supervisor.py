@@ -33,7 +33,7 @@ from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
 from ckptfs.fs.catalog import check_not_older, open_catalog
 from ckptfs.fs.child import Child
-from ckptfs.fs.config import NodeConfig
+from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
 from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
@@ -62,9 +62,8 @@ class Supervisor:
     """One node's supervisor. `run` raises `ConfigurationError`, `CodecUnavailable`, `StoreError`, `DamagedData` and `MountError`
     before anything is mounted, and `MountError` when one of its processes gave up for good."""
 
-    def __init__(self, config: NodeConfig, config_path: Path) -> None:
+    def __init__(self, config: NodeConfig) -> None:
         self._config = config
-        self._config_path = config_path
         self._stopping = False
         self._ended_for_good = ""
         self._upgrading = False
@@ -260,7 +259,7 @@ class Supervisor:
             await self._replace_agent()
             children = {role: child.pid for role, child in self._children.items()}
             handed = upgrade.HandedOver(self._connection, self._lock, children)
-            upgrade.become(request.python, self._config_path, handed)
+            upgrade.become(request.python, Path(self._handed_config), handed)
         except (OSError, upgrade.CannotTakeOver) as error:
             self._python, self._upgrading = previous, False
             log.error("upgrade_failed to=%s error=%s", request.version, error)
@@ -306,9 +305,21 @@ async def _end(role: str, child: Child) -> None:
         await child.ended.wait()
 
 
-def run(config: NodeConfig, config_path: Path) -> None:
-    """Run the node until SIGTERM or until it is unmounted. `config_path` is the file the configuration was read from."""
+def run(config: NodeConfig) -> None:
+    """Run the node until SIGTERM or until it is unmounted."""
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means an upgrade
     os.chdir("/")
-    trio.run(Supervisor(config, config_path).run)
+    trio.run(Supervisor(config).run)
+
+
+def main() -> None:
+    """Entry of a process that was another release's supervisor a moment ago."""
+    try:
+        run(load_handed_config(Path(sys.argv[1])))
+    except MountError as error:
+        sys.exit(f"ckptfs: {error}")
+
+
+if __name__ == "__main__":
+    main()

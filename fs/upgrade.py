@@ -2,10 +2,11 @@
 
 1. `ckptfs node upgrade`, run by the new release, writes the request into the store's `run/` and sends SIGHUP to the supervisor.
 2. The supervisor starts the new release's mount process, which gets everything ready that can be, checks that it can serve this
-   connection, says so, and waits for its turn. If it ends instead, or takes too long, nothing has changed.
+   connection, says so, and waits for its turn. It opens the node's databases beside the old one, so opening them must change
+   nothing that the old one needs. If it ends instead, or takes too long, nothing has changed.
 3. The old mount process is killed, which programs don't notice (R7): the new one asks the kernel for what was not answered.
 4. The agent is ended and started anew.
-5. The supervisor becomes the new release's by execve(2): the same process, with the same children and descriptors.
+5. The supervisor becomes the new release's by execve(2): the same process, with the same children, descriptors and configuration.
 """
 
 import os
@@ -85,12 +86,13 @@ def wait_for_turn(descriptor: int, refusal: str) -> None:
 
 
 def become(python: str, config: Path, handed: HandedOver) -> None:
-    """Turn this process into the other release's supervisor. Returns only by raising `OSError`."""
+    """Turn this process into the other release's supervisor; `config` is in JSON, as children are handed it. Returns only by
+    raising `OSError`."""
     for descriptor in (handed.connection.device, handed.lock):
         os.set_inheritable(descriptor, True)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the new program listens: another request must not end it
     environment = os.environ | {HANDED_OVER_VARIABLE: msgspec.json.encode(handed).decode()}
-    os.execve(python, [python, "-P", "-m", "ckptfs.fs.cli", "node", "--config", os.fspath(config)], environment)
+    os.execve(python, [python, "-P", "-m", "ckptfs.fs.supervisor", os.fspath(config)], environment)
 
 
 def handed_over() -> HandedOver | None:

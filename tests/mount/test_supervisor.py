@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -206,14 +206,14 @@ def test_a_connection_that_is_dead_is_not_taken_over(scratch: Path, manager: Ser
 # Another release
 
 
-def _release(directory: Path, version: str, **changed: str) -> Path:
+def _release(directory: Path, version: str, changed: Mapping[str, str] | None = None) -> Path:
     """An installation of its own, as this one but for its version and the text added to some modules; its interpreter."""
     package = directory / "lib" / "ckptfs"
     shutil.copytree(Path(ckptfs.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     text = (package / "__init__.py").read_text()
     (package / "__init__.py").write_text(text.replace(f'"{ckptfs.__version__}"', f'"{version}"'))
-    for module, more in changed.items():
-        with open(package / "fs" / f"{module}.py", "a") as file:
+    for module, more in (changed or {}).items():
+        with open(package / f"{module}.py", "a") as file:
             file.write(more)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory / "venv"], check=True, timeout=60)
     (site_packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
@@ -254,17 +254,28 @@ def test_a_running_node_goes_on_with_another_release(start_cluster: Any, scratch
     assert node.processes.living() == []
 
 
-@pytest.mark.parametrize("how", ["mount process dies", "connection is refused"])
+# What is added to a module of the other release, and a part of why it can't take over.
+UNFIT = {
+    "its mount process dies": (
+        "fs/config",
+        "def load_handed_config(path: object) -> None:\n    raise OSError('broken')",
+        "did not start",
+    ),
+    "it has another format": ("cache/mount_db", "FORMAT_VERSION = 2", "has format 1, this program reads 2"),
+    "it can't serve the connection": (
+        "fs/fuse_session",
+        "WANTED = WANTED & ~InitFlag.PARALLEL_DIROPS",
+        "flags 0x40000, which this release does not know",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", UNFIT)
 def test_a_release_that_cannot_take_over_changes_nothing(start_cluster: Any, scratch: Path, how: str) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.1)
     node = cluster.nodes[0]
-    if how == "mount process dies":
-        changed = {"config": "\ndef load_handed_config(path: object) -> None:\n    raise OSError('broken')\n"}
-        words = "did not start"
-    else:
-        changed = {"fuse_session": "\nWANTED = WANTED & ~InitFlag.PARALLEL_DIROPS\n"}
-        words = "flags 0x40000, which this release does not know"
-    python = _release(scratch / "release", "99.1", **changed)
+    module, text, words = UNFIT[how]
+    python = _release(scratch / "release", "99.1", {module: f"\n{text}\n"})
     before = node.processes.pids()
     with _programs(node.mountpoint, "names"):
         done = _ckptfs("node", "upgrade", "--config", node.config, python=python)
