@@ -177,6 +177,8 @@ class FuseSession:
                 if error.errno != errno.EINVAL:
                     raise
                 log.error("requests_lost: this kernel can't send again what was not answered (Linux 6.9 is the first that can)")
+        if not self._poller.poll(0):
+            self.caught_up.set()
         async with trio.open_nursery() as nursery:
             for _ in range(WORKERS):
                 nursery.start_soon(self._work)

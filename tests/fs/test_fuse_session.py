@@ -167,6 +167,27 @@ async def test_the_next_daemon_asks_for_what_was_not_answered_before_anything_el
         assert await kernel.receive() == (0, 8, b"")
 
 
+async def test_it_has_caught_up_when_all_that_was_left_has_been_read(serve: Serve) -> None:
+    seen: list[bool] = []
+
+    async def look(header: RequestHeader, body: memoryview) -> bytes:
+        seen.append(session.caught_up.is_set())
+        return b""
+
+    async with serve({Opcode.READ: look}, negotiated=Negotiated(41, 0, True, True)) as (kernel, session):
+        for unique in range(2, 12, 2):
+            kernel.send(Opcode.READ, fuse.UNIQUE_RESEND | unique)
+        with trio.fail_after(5):
+            await session.caught_up.wait()
+    assert seen == [False] * 5
+
+
+async def test_it_has_caught_up_at_once_when_nothing_was_left(serve: Serve) -> None:
+    async with serve({}, negotiated=Negotiated(41, 0, True, True)) as (_, session):
+        with trio.fail_after(5):
+            await session.caught_up.wait()
+
+
 # Answers
 
 
