@@ -12,7 +12,8 @@ Tables::
 
 `state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
 when its first unprotected byte may have been written, wall time. `fh` is the number of the request the handle was opened for.
-`backing_id` is the kernel's, valid as long as the connection, or NULL. `orphan` is the packed inode record of a file in use
+`backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was, or is about
+to be, closed. `orphan` is the packed inode record of a file in use
 whose last name is gone, else empty. `version` and `record` are the catalog's packed records of the version that is read and of
 the inode, as they were when it was opened.
 
@@ -92,7 +93,7 @@ END;
 CREATE VIEW IF NOT EXISTS last_handle AS SELECT * FROM handle;
 CREATE TRIGGER IF NOT EXISTS last_handle_closed INSTEAD OF DELETE ON last_handle BEGIN
     DELETE FROM handle WHERE fh = OLD.fh;
-    UPDATE file SET backing_id = NULL WHERE ino = OLD.ino;
+    UPDATE file SET backing_id = -abs(backing_id) WHERE ino = OLD.ino;
 END;
 """
 # On the path of every create: the views make two changes one statement, half the cost of BEGIN, two statements and COMMIT, and no
@@ -317,7 +318,7 @@ class MountDatabase:
         self._note("closed", (fh,))
 
     def remove_handle_and_backing(self, fh: int) -> None:
-        """The last handle of a file is gone, and its backing id was closed."""
+        """The last handle of a file is gone, and its backing id is to be closed."""
         self._note("last closed", (fh,))
 
     def put_prefix(self, waiting: WaitingVersion) -> None:

@@ -74,6 +74,9 @@ class MountRecovery:
         if power_was_cut or known_boot_id is None:
             await self._add_unknown()
         for row in self._database.files():
+            if row.backing_id is not None and row.backing_id < 0:
+                self._open_files.give_back(-row.backing_id)
+                row = row._replace(backing_id=None)
             # A database that is new doesn't know; the segment's name says when it was made.
             older = power_was_cut or segment_made_at(row.segment) < booted_at
             if await self._restore(row, in_use=row.ino in in_use, power_was_cut=older):

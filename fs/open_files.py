@@ -31,6 +31,10 @@ _NEVER_BACKED = (errno.ELOOP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM)
 """The kernel's answers to a backing file that another try won't change; ELOOP: the store lies on an overlay."""
 
 
+UNKNOWN_IDS_MAX = 64
+"""A kill leaves one at most, so this is for so many kills in a row at the start."""
+
+
 class Lane(enum.IntEnum):
     """How reads and writes of an inode travel. NONE: no handle is open. 0 is never stored."""
 
@@ -189,10 +193,24 @@ class OpenFiles:
             descriptor = self._segments.create(segment, InodeNumber(0))
             try:
                 if (backing_id := self._register(descriptor)) is not None:
-                    self._backing.close(backing_id)
+                    self._close_unknown(backing_id)
             finally:
                 os.close(descriptor)
                 self._segments.remove(segment)
+
+    def _close_unknown(self, newest: int) -> None:
+        """Give back this id, and those just before it that earlier processes registered and were killed before they wrote it down:
+        each would hold its segment's space for as long as the connection lives. The kernel counts ids up."""
+        assert self._backing is not None
+        known = {file.backing_id for file in self._files.values()}
+        for backing_id in range(max(1, newest - UNKNOWN_IDS_MAX), newest + 1):
+            if backing_id not in known:
+                self._backing.close(backing_id)
+
+    def give_back(self, backing_id: int) -> None:
+        """Close an id that an earlier process had written down as given back, and was perhaps killed before it closed it."""
+        if self._backing is not None:
+            self._backing.close(backing_id)
 
     def _register(self, descriptor: int) -> int | None:
         """The kernel's id for a segment; None where it takes no backing files of this store's file system. Raises `OSError`."""
@@ -298,14 +316,15 @@ class OpenFiles:
         if file.noted:
             self._database.remove_remotes([file.ino])
             file.noted = False
-        if file.state is FileState.PROTECTED and file.is_home:
-            self._database.remove_files([file.ino])
-        if file.backing_id is not None and self._backing is not None:
+        if file.backing_id is None or self._backing is None:
+            self._database.remove_handle(handle.fh)
+        else:
+            # Written down first: after a kill in between no open may be answered with an id that was closed.
+            self._database.remove_handle_and_backing(handle.fh)
             self._backing.close(file.backing_id)
             file.backing_id = None
-            self._database.remove_handle_and_backing(handle.fh)
-        else:
-            self._database.remove_handle(handle.fh)
+        if file.state is FileState.PROTECTED and file.is_home:
+            self._database.remove_files([file.ino])
 
     def writing_descriptor(self, file: FileInUse) -> int:
         """A descriptor for the served lane's writes; kept until the last writer closes. Raises `OSError`."""

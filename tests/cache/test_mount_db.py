@@ -80,7 +80,7 @@ def test_a_file_and_its_handle_are_put_together(database: MountDatabase) -> None
     assert database.handles() == [handle]
     database.remove_handle_and_backing(handle.fh)
     assert database.handles() == []
-    assert database.files() == [_row(5)]
+    assert database.files() == [_row(5, backing_id=-3)]
 
 
 def test_what_was_noted_by_a_killed_process_is_committed_by_the_next(path: Path) -> None:

@@ -392,3 +392,13 @@ async def test_a_sync_that_failed_stays_failed_after_a_kill(start_node: StartNod
     assert await node.state(ino) is VersionState.OPEN
     again = await node.open(ino, os.O_WRONLY | os.O_TRUNC)
     assert await node.errno(node.fsync(again)) == "EIO"
+
+
+async def test_an_id_that_was_given_back_is_not_used_again(start_node: StartNode) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    row = node.database.file(InodeNumber(ino))
+    node.database.put_file(row._replace(backing_id=-7))
+    await node.release(fh)
+    node = await _killed(start_node, node)
+    assert node.open_files.get(InodeNumber(ino)).backing_id is None

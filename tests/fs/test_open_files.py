@@ -102,7 +102,36 @@ def test_the_first_handle_registers_the_file_and_the_last_gives_the_id_back(
     open_files.close_handle(second)
     assert (file.lane, file.backing_id, kernel.files) == (Lane.NONE, None, {})
     assert database.handles() == []
-    assert database.file(file.ino) == row._replace(backing_id=None)
+    assert database.file(file.ino) == row._replace(backing_id=-1)
+
+
+def test_an_id_is_written_down_as_given_back_before_it_is(
+    open_files: OpenFiles, segments: Segments, kernel: KernelTable, database: MountDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an open that comes between a kill and the repeated release would be answered with a closed id, which is EIO."""
+    file = _file(open_files, segments)
+    handle = open_files.open_handle(next(_uniques), file, os.O_RDWR, store_row=True)
+
+    def killed(backing_id: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel, "close", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_files.close_handle(handle)
+    assert database.handles() == []
+    (row,) = database.files()
+    assert row.backing_id == -1
+
+
+def test_ids_that_nobody_wrote_down_are_closed_by_the_next_process(
+    open_files: OpenFiles, segments: Segments, kernel: KernelTable
+) -> None:
+    file = _file(open_files, segments)
+    assert file.descriptor is not None
+    kernel.register(file.descriptor)  # by a process that was killed before it could write that down
+    open_files.open_handle(next(_uniques), file, os.O_RDWR, store_row=True)
+    open_files.try_passthrough()
+    assert set(kernel.files) == {file.backing_id}
 
 
 def test_a_reader_of_a_local_file_has_its_backing_id_written_down(
