@@ -72,19 +72,22 @@ class FileContent:
         name shows what it had before, or goes.
         """
         async with self._open_files.alone(ino):
-            inode = await self._namespace.inode(ino)
-            vid = inode.open
-            if vid is None or self._view.written_elsewhere(inode) or self._open_files.get(ino) is not None:
-                return False
-            version, row = await self._versions.version(vid), self._database.file(ino)
-            if version is None or version.durable or (row is not None and row.segment == version.segment):
-                return False
-            if self._segments.size(version.segment):
-                return False
-            await self._versions.drop_open(ino, vid)
-            self._reclaimer.segment(version.segment, at_once=True)
-            log.warning("unfinished_version_dropped inode=%d: this process was killed while it made the file", ino)
-            return True
+            return await self._drop_unfinished(ino, await self._namespace.inode(ino))
+
+    async def _drop_unfinished(self, ino: InodeNumber, inode: Inode) -> bool:
+        """As `drop_unfinished`, for one who is alone with it."""
+        vid = inode.open
+        if vid is None or self._view.written_elsewhere(inode) or self._open_files.get(ino) is not None:
+            return False
+        version, row = await self._versions.version(vid), self._database.file(ino)
+        if version is None or version.durable or (row is not None and row.segment == version.segment):
+            return False
+        if self._segments.size(version.segment):
+            return False
+        await self._versions.drop_open(ino, vid)
+        self._reclaimer.segment(version.segment, at_once=True)
+        log.warning("unfinished_version_dropped inode=%d: this process was killed while it made the file", ino)
+        return True
 
     # For reading
 
@@ -177,6 +180,8 @@ class FileContent:
             inode = await self._namespace.inode(ino)
             if self._view.written_elsewhere(inode):
                 raise HeldElsewhere(f"inode {ino} is being written on another node")
+            if await self._drop_unfinished(ino, inode):
+                inode = await self._namespace.inode(ino)
             if inode.writer is not None and inode.open is not None:
                 file = await self._being_written(ino, inode.open)
                 if truncate:

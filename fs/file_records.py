@@ -16,26 +16,27 @@ from ckptfs.fs.open_files import FileInUse, OpenFiles
 
 
 class FileRecords:
-    """Raises what `Namespace` raises."""
+    """Raises what `Namespace` raises. `unique` is the number of the request a change is for: one of a file without a name is noted
+    under it in the file's row, as the catalog's are there (`repeats`)."""
 
     def __init__(self, namespace: Namespace, open_files: OpenFiles, database: MountDatabase) -> None:
         self._namespace = namespace
         self._open_files = open_files
         self._database = database
 
-    async def change(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
+    async def change(self, ino: InodeNumber, changes: AttributeChanges, unique: int = 0) -> Inode:
         """Change the attributes; the record afterwards. Its size is as the caller left the bytes."""
         if changes.atime_ns is None and changes.mtime_ns is None:
-            return await self._change(ino, changes)
+            return await self._change(ino, changes, unique)
         async with self._open_files.alone(ino):
             # The record last: with it a request counts as carried out, and is not repeated after a kill.
             self._set_times(ino, changes)
-            return await self._change(ino, changes)
+            return await self._change(ino, changes, unique)
 
-    async def _change(self, ino: InodeNumber, changes: AttributeChanges) -> Inode:
+    async def _change(self, ino: InodeNumber, changes: AttributeChanges, unique: int) -> Inode:
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
-            return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()))
+            return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()), unique)
         return await self._namespace.set_attributes(ino, changes)
 
     def _set_times(self, ino: InodeNumber, changes: AttributeChanges) -> None:
@@ -57,26 +58,26 @@ class FileRecords:
         if mode != inode.mode:
             await self._namespace.set_attributes(ino, AttributeChanges(mode=mode))
 
-    async def set_xattr(self, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags) -> None:
+    async def set_xattr(self, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, unique: int = 0) -> None:
         """As `Namespace.set_xattr`."""
         file = self._open_files.get(ino)
         if file is None or file.orphan is None:
             await self._namespace.set_xattr(ino, name, value, flags)
         else:
-            self._keep_orphan(file, with_xattr(file.orphan, ino, name, value, flags, self._namespace.now_ns()))
+            self._keep_orphan(file, with_xattr(file.orphan, ino, name, value, flags, self._namespace.now_ns()), unique)
 
-    async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
+    async def remove_xattr(self, ino: InodeNumber, name: bytes, unique: int = 0) -> None:
         """As `Namespace.remove_xattr`."""
         file = self._open_files.get(ino)
         if file is None or file.orphan is None:
             await self._namespace.remove_xattr(ino, name)
         else:
-            self._keep_orphan(file, without_xattr(file.orphan, ino, name, self._namespace.now_ns()))
+            self._keep_orphan(file, without_xattr(file.orphan, ino, name, self._namespace.now_ns()), unique)
 
-    def _keep_orphan(self, file: FileInUse, record: Inode) -> Inode:
+    def _keep_orphan(self, file: FileInUse, record: Inode, unique: int) -> Inode:
         file.orphan = record
         if file.is_home:
-            self._database.put_file(self._open_files.row(file))
+            self._database.put_file(self._open_files.row(file, unique))
         return record
 
 

@@ -94,17 +94,19 @@ class FileOperations:
         if (repeated := self._open_files.opened_before(header.unique)) is not None:
             ino = repeated.file.ino
             return await self._view.entry(ino, await self._view.current(ino)) + await self._opened(repeated)
-        try:
-            file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
-        except NameExists:
-            ino, inode = await self._namespace.lookup(parent, name)
-            if inode.open is None or not await self._content.drop_unfinished(ino):
+        while True:
+            try:
+                file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
+                break
+            except NameExists:
+                ino, inode = await self._namespace.lookup(parent, name)
+                if inode.open is not None and await self._content.drop_unfinished(ino):
+                    continue  # the name is gone with what was unfinished, or has what it had before
                 if flags & os.O_EXCL:
                     raise
                 # Another node made the name after this kernel had looked it up.
                 handle = await self._open(header, ino, flags)
                 return await self._view.entry(ino, inode) + await self._opened(handle)
-            file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
         try:
             handle = self._open_files.open_handle(header.unique, file, flags, store_row=True)
         except OSError:
@@ -167,20 +169,15 @@ class FileOperations:
             if flags & os.O_TRUNC:
                 self._open_files.truncate(file, 0)
             return self._open_files.open_handle(header.unique, file, flags, store_row=False)
-        try:
-            inode = await self._namespace.inode(ino)
-        except NoSuchName:
-            raise NameMoved(f"inode {ino} is gone: the name leads elsewhere now") from None
+        inode = await self._inode_to_open(ino)
         if not inode.is_regular:
             raise OSError(errno.EINVAL, "only regular files are opened here")
         if not writes:
             if inode.open is not None and file is None and await self._content.drop_unfinished(ino):
-                raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
+                inode = await self._inode_to_open(ino)
             file = await self._content.for_reading(ino, inode)
             file.record = inode
             return self._open_files.open_handle(header.unique, file, flags, store_row=False)
-        if inode.open is not None and file is None and await self._content.drop_unfinished(ino):
-            raise NameMoved(f"inode {ino} was never finished: the name leads to what it had before, or nowhere")
         if header.uid != 0:
             await self._records.clear_privileges(ino, inode)
         file = await self._content.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
@@ -190,6 +187,12 @@ class FileOperations:
         if not handle.writable:  # O_RDONLY | O_TRUNC
             self._settler.closed(file)
         return handle
+
+    async def _inode_to_open(self, ino: InodeNumber) -> Inode:
+        try:
+            return await self._namespace.inode(ino)
+        except NoSuchName:
+            raise NameMoved(f"inode {ino} is gone: the name leads elsewhere now") from None
 
     # Changing
 

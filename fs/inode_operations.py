@@ -86,7 +86,7 @@ class InodeOperations:
             ctime_ns=now,
         )
         # Last: with the record the request counts as carried out.
-        return await self._view.attr(ino, await self._records.change(ino, changes))
+        return await self._view.attr(ino, await self._records.change(ino, changes, header.unique))
 
     async def getxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)
@@ -111,11 +111,11 @@ class InodeOperations:
             raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
         if len(value) > VALUE_SIZE_MAX:
             raise OSError(errno.E2BIG, "the attribute's value is too large")
-        await self._records.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags))
+        await self._records.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags), header.unique)
         return b""
 
     async def removexattr(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._records.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]))
+        await self._records.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]), header.unique)
         return b""
 
     async def statfs(self, header: RequestHeader, body: memoryview) -> bytes:

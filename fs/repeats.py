@@ -11,12 +11,13 @@ an error is found again by carrying the request out: nothing was changed.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, CarriedOut, answer_key, answer_prefix, pack, unique_of_key, unpack
 from ckptfs.cache.catalog_kv import Compare, Delete, KeyValue, Operation, Put, TransactionResult
 from ckptfs.cache.ids import NodeId
+from ckptfs.cache.mount_db import FileRow, FileState
 from ckptfs.fs.fuse_format import RequestHeader
 from ckptfs.fs.fuse_session import Handler
 
@@ -44,8 +45,9 @@ class Repeats:
         self.changes = NotingCatalog(kv, self)
         """The engine for changes that are asked for: what `once` handles is noted in them."""
 
-    async def load(self) -> None:
-        """Find what earlier processes noted. Called once, before the first request."""
+    async def load(self, files: Iterable[FileRow] = ()) -> None:
+        """Find what earlier processes noted, also in these rows. Called once, before the first request."""
+        self._earlier.update(row.size for row in files if row.state is FileState.ORPHAN and row.size)
         stale = []
         for entry in await self._kv.range(answer_prefix(self._node)):
             if unpack(CarriedOut, entry.value).incarnation == self._incarnation:
