@@ -17,7 +17,7 @@ from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
-from ckptfs.fs.remote_content import WholeCopy
+from ckptfs.fs.remote_content import READ_WAIT_SECONDS, WholeCopy
 from ckptfs.fs.remote_files import RemoteFiles
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class FileContent:
                 )
             self._open_files.drop(file)
             file = None
-        for _ in range(MOVED_TRIES):
+        deadline = trio.current_time() + READ_WAIT_SECONDS
+        while True:
             vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
             version = None if vid is None else await self._versions.version(vid)
             if vid is not None and version is not None:
@@ -130,8 +131,9 @@ class FileContent:
                         return home
                 if await self._elsewhere.hold(vid, version):
                     return self._elsewhere.use(ino, vid, version)
-            inode = await self._namespace.inode(ino)  # it has moved meanwhile
-        raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
+            before, inode = inode, await self._namespace.inode(ino)
+            if inode == before or trio.current_time() > deadline:  # else it has moved meanwhile
+                raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
 
     def _is_current(self, file: FileInUse, inode: Inode) -> bool:
         """Whether the home's bytes in the table are what readers get now, and not what another node has replaced since."""
@@ -314,14 +316,14 @@ class FileContent:
 
 
 def _damaged_in_use(file: FileInUse) -> ContentUnreachable:
-    log.warning("content_damaged inode=%d segment=%s: in use", file.ino, file.segment.hex() if file.segment else "-")
+    segment = file.segment.hex() if file.segment else "-"
     return ContentUnreachable(
-        f"the segment of inode {file.ino} is damaged, and programs here have it open: it can be opened again when they close it"
+        f"the segment {segment} of inode {file.ino} is damaged, and programs here have it open: it can be opened again when they"
+        " close it"
     )
 
 
 def _damaged_and_unprotected(ino: InodeNumber, version: Version) -> ContentUnreachable:
-    log.warning("content_damaged inode=%d segment=%s: never protected", ino, version.segment.hex())
     return ContentUnreachable(
         f"the segment {version.segment.hex()} of inode {ino} was damaged before it was protected: nothing can repair it"
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import trio
 
-from ckptfs.cache.catalog_format import Version, VersionState
+from ckptfs.cache.catalog_format import Inode, Version, VersionState
 from ckptfs.cache.errors import NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import FileState, MountDatabase
@@ -265,7 +265,6 @@ class FileOperations:
             except NoSuchName:
                 break
         assert gone is not None
-        self._elsewhere.complain(file, gone)
         raise gone
 
     async def lseek(self, header: RequestHeader, body: memoryview) -> bytes:

@@ -9,7 +9,7 @@ from ckptfs.fs.local_socket import NodeNotAnswering
 
 
 class ContentUnreachable(Exception):
-    """EIO: the bytes exist, but no node that answers now has them. Logged with the node and the remedy where it is raised."""
+    """EIO: the bytes exist, but no node that answers now has them. The message names the node and the remedy."""
 
 
 _TABLE: tuple[tuple[type[Exception], int], ...] = (

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import trio
 
-from ckptfs.cache.errors import CatalogUnavailable, DamagedData, StoreError
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.error_log import ErrorLog
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import InitFlag, Notification, Opcode, RequestHeader
 
@@ -157,6 +157,7 @@ class FuseSession:
         self._requests = 0
         self._last_request = 0.0
         self._unexpected_errors = 0
+        self._errors = ErrorLog()
         self._ended = trio.Event()
         self.caught_up = trio.Event()
         """Set once there was nothing to read: every request that an earlier daemon left unanswered has come again by then."""
@@ -274,8 +275,8 @@ class FuseSession:
                 self._unexpected_errors += 1
                 log.exception("request_failed opcode=%d inode=%d", header.opcode, header.nodeid)
                 number = errno.EIO
-            elif isinstance(error, DamagedData | StoreError | CatalogUnavailable) and number == errno.EIO:
-                log.error("request_refused opcode=%d inode=%d reason=%s", header.opcode, header.nodeid, error)
+            else:
+                self._errors.note(header, error, number)
             message = fuse.error_reply(kernel_unique, number), b""
         finally:
             if len(self._buffers) < 4:

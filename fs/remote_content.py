@@ -1,13 +1,11 @@
 """Bytes and sizes of files whose home is another node, asked of this node's agent.
 
 The agent answers only with bytes it has checked (or, for a file that is being written, with what the home has now). When no
-node that has them answers, programs get EIO and the log says once which inode and why: never older content.
+node that has them answers, programs get EIO: never older content.
 """
 
 import errno
-import logging
 import math
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +17,6 @@ from ckptfs.fs.fuse_errors import ContentUnreachable
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
 from ckptfs.replication.local_copies import CopyPlace
 
-log = logging.getLogger(__name__)
-
-COMPLAINT_SECONDS = 10.0
 READ_WAIT_SECONDS = 10.0
 """How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
 AGENT_SECONDS_MAX = 60.0
@@ -67,7 +62,6 @@ class RemoteContent:
         self._agent = agent
         self._wait_seconds = wait_seconds
         self._ping_seconds = ping_seconds
-        self._complained: dict[InodeNumber, float] = {}
         self._impatient_until = -math.inf
         self._agent_hangs = False
 
@@ -116,7 +110,6 @@ class RemoteContent:
             if not may_pass or trio.current_time() + RETRY_SECONDS > deadline:
                 if is_away and is_for_attributes:
                     self._impatient_until = trio.current_time() + IMPATIENT_SECONDS
-                self.complain(ino, message)
                 raise ContentUnreachable(message)
             await trio.sleep(RETRY_SECONDS)
 
@@ -147,15 +140,6 @@ class RemoteContent:
         if answer is None:
             raise failure
         return answer
-
-    def complain(self, ino: InodeNumber, message: str) -> None:
-        """Say in the log why a program gets EIO, now and then."""
-        now = time.monotonic()
-        if now - self._complained.get(ino, -COMPLAINT_SECONDS) >= COMPLAINT_SECONDS:
-            if len(self._complained) > 1000:
-                self._complained.clear()
-            self._complained[ino] = now
-            log.warning("content_unreachable inode=%d message=%s", ino, message)
 
 
 def place_of(answer: Message) -> CopyPlace:

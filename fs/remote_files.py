@@ -15,7 +15,7 @@ from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.cache.mount_db import FileState, RemoteRow
 from ckptfs.fs.disk_reads import DiskReads
 from ckptfs.fs.open_files import FileInUse, OpenFiles
-from ckptfs.fs.remote_content import ContentGone, RemoteContent, WholeCopy
+from ckptfs.fs.remote_content import RemoteContent, WholeCopy
 from ckptfs.fs.segment_holds import SegmentHolds, held_as
 from ckptfs.replication.local_copies import CopyPlace
 
@@ -128,7 +128,3 @@ class RemoteFiles:
     async def fetch_whole(self, ino: InodeNumber) -> WholeCopy:
         """A complete, verified copy of the file's current content. Raises `OSError` (ENOSPC) too."""
         return await self._content.fetch_whole(ino)
-
-    def complain(self, file: FileInUse, error: ContentGone) -> None:
-        """Say in the log why a program gets EIO."""
-        self._content.complain(file.ino, str(error))
