@@ -219,9 +219,9 @@ class Supervisor:
                 scope.cancel()
                 return
             log.error("process_ended role=%s status=%d: restarted", role, status)
-            stable = trio.current_time() - started > STABLE_SECONDS
-            delay_seconds = RESTART_SECONDS_MIN if stable else min(2 * delay_seconds, RESTART_SECONDS_MAX)
-            died_by_itself = not stable and status != -signal.SIGKILL
+            # One that was killed from outside says nothing about the next, and programs wait for that.
+            died_by_itself = trio.current_time() - started <= STABLE_SECONDS and status != -signal.SIGKILL
+            delay_seconds = min(2 * delay_seconds, RESTART_SECONDS_MAX) if died_by_itself else RESTART_SECONDS_MIN
             unstable_since = (unstable_since or started) if died_by_itself else None
             hopeless = unstable_since is not None and trio.current_time() - unstable_since > GIVE_UP_SECONDS
             if role == "mount" and hopeless and refuses_writes(self._config.store):
