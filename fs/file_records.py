@@ -16,8 +16,8 @@ from ckptfs.fs.open_files import FileInUse, OpenFiles
 
 
 class FileRecords:
-    """Raises what `Namespace` raises. `unique` is the number of the request a change is for: one of a file without a name is noted
-    under it in the file's row, as the catalog's are there (`repeats`)."""
+    """Raises what `Namespace` raises. `unique` is the number of the request a change is for: a file without a name notes it in
+    its row, for the catalog has no note of it (`repeats`)."""
 
     def __init__(self, namespace: Namespace, open_files: OpenFiles, database: MountDatabase) -> None:
         self._namespace = namespace

@@ -199,7 +199,7 @@ class OpenFiles:
                 self._segments.remove(segment)
 
     def _close_unknown(self, newest: int) -> None:
-        """Give back this id, and those just before it that earlier processes registered and were killed before they wrote it down:
+        """Give back this id, and those just before it that earlier processes registered and were killed before they wrote down:
         each would hold its segment's space for as long as the connection lives. The kernel counts ids up."""
         assert self._backing is not None
         known = {file.backing_id for file in self._files.values()}

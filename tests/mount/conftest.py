@@ -4,12 +4,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import ckptfs
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import LocalCluster
 
@@ -57,3 +58,25 @@ def run_python() -> Callable[..., None]:
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
 
     return run
+
+
+def _release(directory: Path, version: str, changed: Mapping[str, str] | None = None) -> Path:
+    package = directory / "lib" / "ckptfs"
+    shutil.copytree(Path(ckptfs.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text(text.replace(f'"{ckptfs.__version__}"', f'"{version}"'))
+    for module, more in (changed or {}).items():
+        with open(package / f"{module}.py", "a") as file:
+            file.write(more)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory / "venv"], check=True, timeout=60)
+    (site_packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
+    here = [path for path in sys.path if path.endswith("-packages")]
+    (site_packages / "release.pth").write_text("\n".join([str(package.parent), *here]) + "\n")
+    return directory / "venv" / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def make_release() -> Callable[..., Path]:
+    """`make_release(directory, version, {"fs/config": "more = 1"})`: an installation of its own, as this one but for its version
+    and the text added to some modules; returns its interpreter."""
+    return _release

@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import stat
+import struct
 import sys
 import threading
 import time
@@ -23,7 +24,11 @@ from pathlib import Path
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
+F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 _libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("opendir", "readdir"):
+    getattr(_libc, _name).restype = ctypes.c_void_p
+_libc.telldir.restype = ctypes.c_long
 _ended = threading.Event()
 
 
@@ -123,6 +128,27 @@ def checkpoints(top: Path, chance: random.Random) -> int:
     return turns
 
 
+def sharded(top: Path, chance: random.Random) -> int:
+    """torch.distributed.checkpoint: several files at once, then its metadata, which makes them a checkpoint."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    turns = 0
+    while not _ended.is_set():
+        turns += 1
+        directory = top / f"step-{turns}"
+        state = {f"layer-{number}": torch.randn(chance.randrange(1, 300), 65) for number in range(6)}
+        writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, thread_count=2)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+        if turns > 1:
+            shutil.rmtree(top / f"step-{turns - 1}")
+        assert os.listdir(top) == [directory.name], os.listdir(top)
+    return turns
+
+
 def rewriting(top: Path, chance: random.Random) -> int:
     """Files that are appended to, rewritten in place, truncated, mapped, and removed while they are open."""
     turns = 0
@@ -163,9 +189,11 @@ def rewriting(top: Path, chance: random.Random) -> int:
 
 
 def holding(top: Path, chance: random.Random) -> int:
-    """Handles, a mapping, a nameless file and a lock that are held all the time."""
+    """Handles, a mapping, a nameless file, locks and a working directory that are held all the time."""
     turns = 0
     content = b""
+    (top / "directory").mkdir()
+    os.chdir(top / "directory")
     with (
         open(top / "appended", "a+b", buffering=0) as appended,
         open(top / "mapped", "w+b", buffering=0) as mapped,
@@ -173,6 +201,7 @@ def holding(top: Path, chance: random.Random) -> int:
     ):
         os.unlink(top / "nameless")
         fcntl.flock(appended, fcntl.LOCK_EX)
+        _lock_range(mapped.fileno(), F_OFD_SETLK)
         mapped.truncate(8192)
         with mmap.mmap(mapped.fileno(), 8192) as memory:
             while not _ended.is_set():
@@ -185,11 +214,132 @@ def holding(top: Path, chance: random.Random) -> int:
                 at = chance.randrange(8000)
                 memory[at : at + 8] = turns.to_bytes(8, "little")
                 assert os.pread(mapped.fileno(), 8, at) == turns.to_bytes(8, "little")
+                if chance.random() < 0.1:
+                    memory.flush()
                 assert os.pwrite(nameless.fileno(), block, 0) == len(block)
                 assert os.pread(nameless.fileno(), len(block), 0) == block
                 assert os.fstat(nameless.fileno()).st_nlink == 0
+                with open("../appended", "rb") as second:
+                    _refused(BlockingIOError, lambda: fcntl.flock(second, fcntl.LOCK_SH | fcntl.LOCK_NB))
+                with open("../mapped", "r+b") as second:
+                    _refused(BlockingIOError, lambda: _lock_range(second.fileno(), F_OFD_SETLK))
+                assert os.getcwd() == str(top / "directory")
                 time.sleep(0.01)  # it holds; the others work
+    os.chdir("/")
     return turns
+
+
+def _lock_range(descriptor: int, command: int, kind: int = fcntl.F_WRLCK) -> None:
+    """Lock bytes 0 to 9 for this open file (`struct flock` of fcntl(2))."""
+    fcntl.fcntl(descriptor, command, struct.pack("hh4xqqi4x", kind, os.SEEK_SET, 0, 10, 0))
+
+
+LOCKS: dict[str, tuple[Callable[[int], object], Callable[[int], object]]] = {
+    "flock": (lambda fd: fcntl.flock(fd, fcntl.LOCK_EX), lambda fd: fcntl.flock(fd, fcntl.LOCK_UN)),
+    "lockf": (lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX), lambda fd: fcntl.lockf(fd, fcntl.LOCK_UN)),
+    "ofd": (lambda fd: _lock_range(fd, F_OFD_SETLKW), lambda fd: _lock_range(fd, F_OFD_SETLK, fcntl.F_UNLCK)),
+}
+
+
+def counting(top: Path, chance: random.Random) -> int:
+    """Several processes add one to the same numbers, each under another kind of lock: one that is lost loses an addition."""
+    turns = 0
+    opened = {kind: os.open(top / kind, os.O_RDWR | os.O_CREAT, 0o644) for kind in LOCKS}
+    while not _ended.is_set():
+        turns += 1
+        for kind, (lock, unlock) in LOCKS.items():
+            lock(opened[kind])
+            number = int.from_bytes(os.pread(opened[kind], 8, 0), "little")
+            time.sleep(chance.choice([0, 0, 0.001, 0.02]))
+            assert os.pwrite(opened[kind], (number + 1).to_bytes(8, "little"), 0) == 8
+            unlock(opened[kind])
+            if chance.random() < 0.05:
+                os.close(opened[kind])
+                opened[kind] = os.open(top / kind, os.O_RDWR)
+    return turns
+
+
+def logging(top: Path, chance: random.Random) -> int:
+    """Several processes append to one log: every line must be there once, whole, and in its writer's order."""
+    turns = 0
+    log = os.open(top / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    while not _ended.is_set():
+        turns += 1
+        line = b"%d %d %s\n" % (os.getpid(), turns, b"x" * chance.randrange(200))
+        assert os.write(log, line) == len(line)
+        if chance.random() < 0.05:
+            os.fsync(log)
+        if chance.random() < 0.05:
+            os.close(log)
+            log = os.open(top / "log", os.O_WRONLY | os.O_APPEND)
+        time.sleep(0.005)
+    os.close(log)
+    return turns
+
+
+class Stream:
+    """A directory stream: opendir(3) and what belongs to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = ctypes.c_void_p(_libc.opendir(os.fsencode(path)))
+        assert self._stream.value, os.strerror(ctypes.get_errno())
+
+    def read(self) -> str | None:
+        """The next name; None at the end."""
+        ctypes.set_errno(0)
+        entry = _libc.readdir(self._stream)
+        assert entry or ctypes.get_errno() == 0, os.strerror(ctypes.get_errno())
+        return os.fsdecode(ctypes.string_at(entry + 19)) if entry else None  # where d_name is in `struct dirent`
+
+    def tell(self) -> int:
+        return int(_libc.telldir(self._stream))
+
+    def seek(self, position: int) -> None:
+        _libc.seekdir(self._stream, ctypes.c_long(position))
+
+    def close(self) -> None:
+        _libc.closedir(self._stream)
+
+
+def listing(top: Path, chance: random.Random) -> int:
+    """Directory streams, one of them held all the time, that are read bit by bit, with steps back, while other names come and go:
+    the names that stay are seen once each."""
+    staying = [f"stays-{number:04}" for number in range(1000)]
+    for name in staying:
+        (top / name).touch()
+    turns = 0
+    with contextlib.closing(Stream(top)) as held:
+        beginning = held.tell()
+        while not _ended.is_set():
+            turns += 1
+            held.seek(beginning)
+            assert sorted(_staying_names(held, top, chance)) == staying
+            with contextlib.closing(Stream(top)) as stream:
+                assert sorted(_staying_names(stream, top, chance)) == staying
+    return turns
+
+
+def _staying_names(stream: Stream, top: Path, chance: random.Random) -> list[str]:
+    seen: list[str] = []
+    marked: tuple[int, int] | None = None
+    while (name := stream.read()) is not None:
+        if name.startswith("stays"):
+            seen.append(name)
+        if chance.random() < 0.003:
+            marked = stream.tell(), len(seen)
+        if chance.random() < 0.003:
+            passing = top / f"passing-{chance.randrange(5)}"
+            passing.symlink_to("x") if not passing.is_symlink() else passing.unlink()
+            time.sleep(0.02)
+        if marked is not None and chance.random() < 0.003:
+            position, count = marked
+            stream.seek(position)
+            again = [name for _ in range(20) if (name := stream.read()) and name.startswith("stays")]
+            known = seen[count:]
+            assert all(before == now for before, now in zip(known, again, strict=False)), (known[:20], again)
+            stream.seek(position)
+            seen, marked = seen[:count], None
+    return seen
 
 
 def racing(top: Path, chance: random.Random) -> int:
@@ -208,6 +358,13 @@ def racing(top: Path, chance: random.Random) -> int:
     return turns
 
 
+PROGRAMS = {
+    program.__name__: program for program in (names, checkpoints, sharded, rewriting, holding, listing, racing, counting, logging)
+}
+SHARING = ("racing", "counting", "logging")
+"""Several of these have one directory, so that none of them knows what is left there."""
+
+
 def left(top: Path) -> dict[str, str]:
     """What is under the directory, by content."""
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(top.rglob("*")) if path.is_file()}
@@ -223,9 +380,8 @@ def main() -> None:
     threading.Thread(target=_listen, daemon=True).start()
     top = Path(directory)
     top.mkdir(exist_ok=True)
-    program = {"names": names, "checkpoints": checkpoints, "rewriting": rewriting, "holding": holding, "racing": racing}[kind]
-    turns = program(top, random.Random(int(seed)))
-    print(json.dumps({"turns": turns, "left": {} if kind == "racing" else left(top)}))
+    turns = PROGRAMS[kind](top, random.Random(int(seed)))
+    print(json.dumps({"pid": os.getpid(), "turns": turns, "left": {} if kind in SHARING else left(top)}))
 
 
 if __name__ == "__main__":

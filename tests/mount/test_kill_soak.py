@@ -1,8 +1,10 @@
-"""The mount process killed at random moments while programs do everything they do with a file system: nobody may notice.
+"""The mount process killed, or replaced by an upgrade, at random moments while programs do everything they do with a file system:
+nobody may notice.
 
 `CKPTFS_SOAK_KILLS=200 scripts/test tests/mount/test_kill_soak.py -s` is the long run; `CKPTFS_SOAK_SEED` repeats one.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -27,10 +29,17 @@ from ckptfs.fs.local_socket import Message, call
 
 KILLS = int(os.environ.get("CKPTFS_SOAK_KILLS", "10"))
 SEED = int(os.environ.get("CKPTFS_SOAK_SEED", str(time.time_ns() % 1_000_000)))
-SECONDS_PER_KILL = 12
-"""At most: the supervisor waits up to five before it starts again a process that dies at once, time after time."""
+SECONDS_PER_KILL = 8
+"""At most, on a machine that does much else."""
 PROGRAMS = Path(__file__).parent / "kill_soak_programs.py"
-KINDS = ("names", "names", "checkpoints", "rewriting", "holding", "racing", "racing", "racing")
+UPGRADES = 0.07
+"""The share of turns in which the node is upgraded instead, to this same release: its mount process is replaced, and half of the
+times killed in the middle of that."""
+SHARED = {"racing": "race", "counting": "count", "logging": "log"}
+KINDS = (
+    *("names", "names", "checkpoints", "sharded", "rewriting", "holding", "listing"),
+    *("racing", "racing", "racing", "counting", "counting", "logging", "logging"),
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120 + SECONDS_PER_KILL * KILLS)]
 
@@ -64,6 +73,9 @@ def _kill_again_and_again(node: ClusterNode, programs: list["subprocess.Popen[st
         _wait(lambda killed=killed: node.processes.pids()["mount"] not in (None, killed))  # type: ignore[misc]
         killed = node.processes.pids()["mount"]
         assert killed is not None
+        if chance.random() < UPGRADES:
+            _upgrade(node, chance)
+            continue
         if chance.random() < 0.3:
             time.sleep(chance.uniform(0, 0.5))
         else:
@@ -75,6 +87,22 @@ def _kill_again_and_again(node: ClusterNode, programs: list["subprocess.Popen[st
         os.kill(killed, signal.SIGKILL)
         if ended := [program.args for program in programs if program.poll() is not None]:
             pytest.fail(f"a program ended by itself: {ended}")
+
+
+def _upgrade(node: ClusterNode, chance: random.Random) -> None:
+    _wait(node.answers)
+    mount = node.processes.pids()["mount"]
+    assert mount is not None
+    command = [sys.executable, "-P", "-m", "ckptfs.fs.cli", "node", "upgrade", "--config", str(node.config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as upgrade:
+        is_killed = chance.random() < 0.5
+        if is_killed:
+            time.sleep(chance.uniform(0.3, 1.5))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(mount, signal.SIGKILL)
+        _, errors = upgrade.communicate(timeout=90)
+    assert upgrade.returncode == 0 or (is_killed and "goes on with its old release" in errors), errors
+    print(f"upgrade {'with a kill ' if is_killed else ''}ended with {upgrade.returncode}")
 
 
 class Victims:
@@ -131,7 +159,7 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.2, passthrough=passthrough)
     node = cluster.nodes[0]
     print(f"\nseed {SEED}, {KILLS} kills")
-    directories = [node.mountpoint / ("race" if kind == "racing" else f"{kind}-{n}") for n, kind in enumerate(KINDS)]
+    directories = [node.mountpoint / SHARED.get(kind, f"{kind}-{number}") for number, kind in enumerate(KINDS)]
     programs = [
         _program(kind, directory, SEED + number) for number, (kind, directory) in enumerate(zip(KINDS, directories, strict=True))
     ]
@@ -160,8 +188,11 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
             program.wait(30)
     log = (node.log / "mount.log").read_text()
     events = {name: log.count(name) for name in ("mount_ready", "answered_again", "opened_again", "unfinished_version_dropped")}
-    print(f"turns {dict(zip([path.name for path in directories], [one['turns'] for one in said], strict=True))}, log {events}")
-    assert min(one["turns"] for one in said) > 3
+    turns: dict[str, list[int]] = {}
+    for kind, one in zip(KINDS, said, strict=True):
+        turns.setdefault(kind, []).append(one["turns"])
+    print(f"turns {turns}, log {events}")
+    assert min(one["turns"] for one in said) > 0
     expected = {path: digest for one in said for path, digest in one["left"].items()}
 
     race = node.mountpoint / "race"
@@ -169,7 +200,17 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
     assert len(won) == len(set(won)), "a name was won twice"
     assert sorted(won) == sorted(int(path.name) for path in race.glob("shared/*/*")), "a name without a winner"
 
-    expected |= _files(race) | _files(node.mountpoint / "victims")
+    for path in (node.mountpoint / "count").iterdir():
+        assert int.from_bytes(path.read_bytes(), "little") == sum(turns["counting"]), f"{path.name} let two in at once"
+    lines: dict[int, list[int]] = {}
+    for line in (node.mountpoint / "log" / "log").read_text().splitlines():
+        pid, number, _ = line.split(" ")
+        lines.setdefault(int(pid), []).append(int(number))
+    writers = [one for kind, one in zip(KINDS, said, strict=True) if kind == "logging"]
+    assert lines == {one["pid"]: list(range(1, one["turns"] + 1)) for one in writers}
+
+    for directory in (*SHARED.values(), "victims"):
+        expected |= _files(node.mountpoint / directory)
     assert _files(node.mountpoint) == expected
     call(node.store / "run" / "mount.sock", {"do": "settle"})
     _wait(lambda: _status(node)["settling_files"] == 0)

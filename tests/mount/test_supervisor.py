@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -206,27 +205,13 @@ def test_a_connection_that_is_dead_is_not_taken_over(scratch: Path, manager: Ser
 # Another release
 
 
-def _release(directory: Path, version: str, changed: Mapping[str, str] | None = None) -> Path:
-    """An installation of its own, as this one but for its version and the text added to some modules; its interpreter."""
-    package = directory / "lib" / "ckptfs"
-    shutil.copytree(Path(ckptfs.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (package / "__init__.py").read_text()
-    (package / "__init__.py").write_text(text.replace(f'"{ckptfs.__version__}"', f'"{version}"'))
-    for module, more in (changed or {}).items():
-        with open(package / f"{module}.py", "a") as file:
-            file.write(more)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory / "venv"], check=True, timeout=60)
-    (site_packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
-    here = [path for path in sys.path if path.endswith("-packages")]
-    (site_packages / "release.pth").write_text("\n".join([str(package.parent), *here]) + "\n")
-    return directory / "venv" / "bin" / "python"
-
-
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
-def test_a_running_node_goes_on_with_another_release(start_cluster: Any, scratch: Path, passthrough: str) -> None:
+def test_a_running_node_goes_on_with_another_release(
+    start_cluster: Any, make_release: Any, scratch: Path, passthrough: str
+) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.1, passthrough=passthrough)
     node = cluster.nodes[0]
-    python = _release(scratch / "release", "99.1")
+    python = make_release(scratch / "release", "99.1")
     before, incarnation = node.processes.pids(), _status(node)["incarnation"]
     with _programs(node.mountpoint, "names", "rewriting", "holding"):
         done = _ckptfs("node", "upgrade", "--config", node.config, "--json", python=python)
@@ -271,11 +256,11 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("how", UNFIT)
-def test_a_release_that_cannot_take_over_changes_nothing(start_cluster: Any, scratch: Path, how: str) -> None:
+def test_a_release_that_cannot_take_over_changes_nothing(start_cluster: Any, make_release: Any, scratch: Path, how: str) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.1)
     node = cluster.nodes[0]
     module, text, words = UNFIT[how]
-    python = _release(scratch / "release", "99.1", {module: f"\n{text}\n"})
+    python = make_release(scratch / "release", "99.1", {module: f"\n{text}\n"})
     before = node.processes.pids()
     with _programs(node.mountpoint, "names"):
         done = _ckptfs("node", "upgrade", "--config", node.config, python=python)
