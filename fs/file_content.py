@@ -7,7 +7,7 @@ import os
 import trio
 
 from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Version, VersionState
-from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NoSuchName
+from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
@@ -104,11 +104,14 @@ class FileContent:
             return file
 
     async def for_reading(self, ino: InodeNumber, inode: Inode) -> FileInUse:
-        file = self._open_files.get(ino)
-        if file is not None and file.is_home:
+        """The file as readers get it now. It is to be given a handle before anything waits. Raises `ContentUnreachable`."""
+        while (file := self._open_files.get(ino)) is not None and file.is_home:
             is_sound = await self._is_sound(file)
-            if self._is_current(file, inode) and is_sound:
+            if is_sound and self._is_current(file, inode) and self._open_files.get(ino) is file:
                 return file
+            before, inode = inode, await self._namespace.inode(ino)
+            if inode != before or self._open_files.get(ino) is not file:
+                continue  # it has moved meanwhile
             if file.handles and not is_sound:
                 raise _damaged_in_use(file)
             if file.handles:
@@ -117,7 +120,6 @@ class FileContent:
                     f"inode {ino} was rewritten on another node while programs here have its old content open: close it there"
                 )
             self._open_files.drop(file)
-            file = None
         deadline = trio.current_time() + READ_WAIT_SECONDS
         while True:
             vid = inode.open if inode.writer is not None and inode.open is not None else inode.cur
@@ -204,16 +206,18 @@ class FileContent:
         return file
 
     async def _begin_writing(self, ino: InodeNumber, inode: Inode, truncate: bool) -> FileInUse:
-        file = self._open_files.get(ino)
+        found = self._open_files.get(ino)
+        is_sound = found is None or not found.is_home or await self._is_sound(found)
+        version = None if inode.cur is None else await self._versions.version(inode.cur)
+        file = self._open_files.get(ino)  # programs may have opened or closed it while this waited
         in_use = file is not None and file.handles > 0
-        if file is not None and file.is_home and not await self._is_sound(file):
+        if file is not None and file is found and not is_sound:
             # A new version in the same segment would be hashed as it is, and its damage look like content.
             if in_use:
                 raise _damaged_in_use(file)
             self._open_files.drop(file)
             file = None
         if not (truncate and not in_use):
-            version = None if inode.cur is None else await self._versions.version(inode.cur)
             if version is not None and version.damaged and version.state is VersionState.LOCAL:
                 raise _damaged_and_unprotected(ino, version)
             if version is not None and inode.cur is not None and version.home == self._store and not version.damaged:
@@ -251,6 +255,8 @@ class FileContent:
         if version is not None and version.segment == NO_SEGMENT:
             raise HeldElsewhere(f"the segment of inode {file.ino} was released while programs have it open: close it there")
         opened = await self._versions.open_for_writing(file.ino, truncate_to_new_segment=None)
+        if self._open_files.get(file.ino) is not file:
+            raise NameMoved(f"inode {file.ino} was removed while it was opened")
         if file.state is not FileState.LOCAL:
             file.exposed_ns = self._namespace.now_ns()
         file.vid, file.state = opened.vid, FileState.OPEN
@@ -264,7 +270,15 @@ class FileContent:
         """A new, empty segment; the home is this node from now on."""
         segment = new_segment_id()
         opened = await self._versions.open_for_writing(ino, truncate_to_new_segment=segment)
-        return await self._at_home_here(opened, await self._make_segment(opened, ino))
+        descriptor = await self._make_segment(opened, ino)
+        file = await self._at_home_here(opened, descriptor)
+        if file is not None:
+            return file
+        # The kernel lets an inode have one backing file at a time: the one that readers opened meanwhile carries on.
+        os.close(descriptor)
+        await self._versions.drop_open(ino, opened.vid)
+        self._reclaimer.segment(segment, at_once=True)
+        return await self._begin_writing(ino, await self._namespace.inode(ino), truncate=True)
 
     async def _move_here(self, ino: InodeNumber, copy: WholeCopy | None) -> FileInUse:
         """A new segment with the bytes of a verified copy (None: the file has no content); the home is this node from now on.
@@ -273,7 +287,7 @@ class FileContent:
         segment = new_segment_id()
         if copy is None:
             opened = await self._versions.move_home(ino, segment, None)
-            return await self._at_home_here(opened, await self._make_segment(opened, ino))
+            return await self._moved_here(opened, await self._make_segment(opened, ino))
         # Complete before anything leads to it: a kill in the middle leaves no file with half of its bytes.
         with self._open_files.making(segment):
             descriptor = await trio.to_thread.run_sync(
@@ -286,7 +300,12 @@ class FileContent:
                 self._segments.remove(segment)
                 raise
         os.utime(descriptor, ns=(opened.inode.atime_ns, opened.inode.mtime_ns))
-        return await self._at_home_here(opened, descriptor)
+        return await self._moved_here(opened, descriptor)
+
+    async def _moved_here(self, opened: OpenedForWriting, descriptor: int) -> FileInUse:
+        file = await self._at_home_here(opened, descriptor)
+        assert file is not None, "programs had it open at a home that was not here"
+        return file
 
     async def _make_segment(self, opened: OpenedForWriting, ino: InodeNumber) -> int:
         try:
@@ -295,12 +314,14 @@ class FileContent:
             await self._versions.drop_open(ino, opened.vid)
             raise
 
-    async def _at_home_here(self, opened: OpenedForWriting, descriptor: int) -> FileInUse:
-        """The file with its new segment."""
+    async def _at_home_here(self, opened: OpenedForWriting, descriptor: int) -> FileInUse | None:
+        """The file with its new segment; None if programs have another one open here."""
         ino, replaced = opened.version.ino, opened.inode.cur
         version = None if replaced is None else await self._versions.version(replaced)
         now = self._namespace.now_ns()
         file = self._open_files.get(ino)
+        if file is not None and file.handles and file.is_home:
+            return None
         if file is None or file.handles == 0:
             if file is not None:
                 self._open_files.drop(file)

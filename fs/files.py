@@ -181,9 +181,13 @@ class FileOperations:
         if header.uid != 0:
             await self._records.clear_privileges(ino, inode)
         file = await self._content.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
+        handle = self._open_handle_for_writing(header.unique, file, flags)  # before anything waits: else it might be sealed
         if flags & os.O_TRUNC:
-            await self._growing.voided(file)
-        handle = self._open_handle_for_writing(header.unique, file, flags)
+            try:
+                await self._growing.voided(file)
+            except BaseException:
+                await self.let_go(handle)
+                raise
         if not handle.writable:  # O_RDONLY | O_TRUNC
             self._settler.closed(file)
         return handle
@@ -302,7 +306,7 @@ class FileOperations:
             if file.orphan is not None:
                 await self._destroy(file)
             elif file.state is not FileState.OPEN:
-                self._open_files.drop(file)
+                self._open_files.let_go(file)
 
     async def fsync(self, header: RequestHeader, body: memoryview) -> bytes:
         await self._sync_durably(self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file)

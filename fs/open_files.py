@@ -47,14 +47,15 @@ class Lane(enum.IntEnum):
 class FileInUse:
     """One inode in use.
 
-    `segment` is None where this node is not its home; then `remote` is the version reads come from, as of the newest open (None:
-    it isn't known any more), `held` the segment its home keeps for us, and `noted` whether `mount.db` knows. `descriptor` is
-    read-only, kept from create to seal so that a sync sees every write-back error. `record` is the inode's as of the newest open.
-    `generation` grows with every open for writing and every change made through us: what a background step started from is void
-    when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is the version last marked
-    durable; `unsealable` after something could still write to it though it is closed; `replaced_segment` that of the protected
-    version this one replaces, free once this one is local. `sync_failed` is final: the kernel marks pages clean after a failed
-    write, so a second sync would lie.
+    `segment` is None where this node is not its home; then `remote` is the version reads come from, as of the newest open
+    (None: it isn't known any more), `held` the segment its home keeps for us, and `noted` whether `mount.db` knows.
+    `descriptor` is read-only, kept from create to seal so that a sync sees every write-back error. `record` is the inode's as
+    of the newest open. `generation` grows with every open for writing and every change made through us: what a background
+    step started from is void when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is
+    the version last marked durable; `unsealable` after something could still write to it though it is closed; `unneeded`
+    while only he who is alone with it has a use for it; `replaced_segment` that of the protected version this one replaces,
+    free once this one is local. `sync_failed` is final: the kernel marks pages clean after a failed write, so a second sync
+    would lie.
     """
 
     ino: InodeNumber
@@ -75,6 +76,7 @@ class FileInUse:
     replaced_segment: SegmentId | None = None
     sync_failed: bool = False
     unsealable: bool = False
+    unneeded: bool = False
     write_descriptor: int | None = None
     copy_descriptor: int | None = None
     copy_identity: FileIdentity | None = None
@@ -177,8 +179,14 @@ class OpenFiles:
         return segment in self._making or any(segment in (file.segment, file.replaced_segment) for file in self)
 
     def _forget_lock(self, ino: InodeNumber, lock: trio.Lock) -> None:
-        if not lock.locked() and not lock.statistics().tasks_waiting:
-            self._locks.pop(ino, None)
+        if lock.locked() or lock.statistics().tasks_waiting:
+            return
+        self._locks.pop(ino, None)
+        file = self._files.get(ino)
+        if file is not None and file.unneeded:
+            file.unneeded = False
+            if not file.handles and file.state is not FileState.OPEN:
+                self.drop(file)
 
     def serve_only(self) -> None:
         """The kernel has no passthrough: every inode takes the served lane."""
@@ -354,6 +362,14 @@ class OpenFiles:
             self._segments.mark_sync_failed(file.segment)
         except OSError as error:
             log.error("sync_failure_not_noted segment=%s error=%s", file.segment.hex(), error.strerror)
+
+    def let_go(self, file: FileInUse) -> None:
+        """Drop a file without handles that isn't open, unless somebody is alone with it: he may be about to give it a handle, and
+        drops it otherwise."""
+        if file.ino in self._locks:
+            file.unneeded = True
+        else:
+            self.drop(file)
 
     def drop(self, file: FileInUse) -> None:
         """Forget a file without handles; its descriptors are closed, as soon as nothing pins them."""

@@ -299,6 +299,8 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         told: list[str] = []
 
         async def on_local(urgent: bool) -> None:
+            for _ in range(20):  # the agent is another process
+                await trio.lowlevel.checkpoint()
             told.append("local")
 
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, CELL)
