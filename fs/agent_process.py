@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import trio
 
@@ -140,9 +139,9 @@ async def _end_on_signal(scope: trio.CancelScope) -> None:
 
 def main() -> None:
     """Entry of the process."""
-    config_path, parent, incarnation = sys.argv[1:]
+    handed_config, parent, incarnation = sys.argv[1:]
     die_with_parent(int(parent))
-    config = load_handed_config(Path(config_path))
+    config = load_handed_config(int(handed_config))
     start_log(config.log_directory, "agent")
     raise_descriptor_limit()
     ignore_broken_leases()

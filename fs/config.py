@@ -149,9 +149,20 @@ def parse_config(text: bytes, path: Path) -> NodeConfig:
     return config
 
 
-def load_handed_config(path: Path) -> NodeConfig:
-    """The configuration as the supervisor has checked it and hands it to its children, in JSON."""
-    return msgspec.json.decode(path.read_bytes(), type=NodeConfig)
+def hand_config(config: NodeConfig) -> int:
+    """The configuration as the supervisor has checked it, in JSON, in a descriptor for its children and for the next release: a
+    file without a name, which nobody can take away before a child has read it."""
+    descriptor = os.memfd_create("ckptfs-config")
+    os.write(descriptor, msgspec.json.encode(config))
+    return descriptor
+
+
+def load_handed_config(descriptor: int) -> NodeConfig:
+    """What `hand_config` was given. The descriptor is closed."""
+    try:
+        return msgspec.json.decode(os.pread(descriptor, os.fstat(descriptor).st_size, 0), type=NodeConfig)
+    finally:
+        os.close(descriptor)
 
 
 def _check(config: NodeConfig) -> None:

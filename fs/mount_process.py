@@ -14,7 +14,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -527,9 +526,9 @@ def _may_pass_through(config: NodeConfig) -> tuple[bool, str]:
 
 def main() -> None:
     """Entry of the process."""
-    config_path, device, parent, incarnation, *turn = sys.argv[1:]
+    handed_config, device, parent, incarnation, *turn = sys.argv[1:]
     die_with_parent(int(parent))
-    config = load_handed_config(Path(config_path))
+    config = load_handed_config(int(handed_config))
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()
     ignore_broken_leases()

@@ -11,9 +11,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,7 +31,7 @@ from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
 from ckptfs.fs.catalog import check_not_older, open_catalog
 from ckptfs.fs.child import Child
-from ckptfs.fs.config import NodeConfig, load_handed_config
+from ckptfs.fs.config import NodeConfig, hand_config, load_handed_config
 from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
 from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
@@ -87,8 +85,6 @@ class Supervisor:
             held.callback(uncover, store.run)
             if handed is None:
                 uncover(store.run)
-            for left in store.run.glob("config-*.json"):  # of supervisors that were killed, and of an earlier release
-                left.unlink(missing_ok=True)
             self._reserve = store_reserve(store)
             make_room_to_start(self._reserve)
             held.callback(remove_pid_file, store.run, "supervisor")
@@ -123,16 +119,14 @@ class Supervisor:
             held.callback(fuse_device.unmount, config.mountpoint, lazily=True)
             held.callback(forget_connection, connection)
             upgrade.remove_request(store.run)
-            with tempfile.NamedTemporaryFile("wb", suffix=".json", dir=store.run, prefix="config-") as file:
-                file.write(msgspec.json.encode(config))
-                file.flush()
-                self._handed_config = file.name
-                service_manager.notify("READY=1")
-                async with trio.open_nursery() as nursery:
-                    if not isinstance(kv, SqliteCatalog):
-                        nursery.start_soon(self._keep_session, kv, store, incarnation)
-                    await self._supervise(store)
-                    nursery.cancel_scope.cancel()
+            self._handed_config = hand_config(config)
+            held.callback(os.close, self._handed_config)
+            service_manager.notify("READY=1")
+            async with trio.open_nursery() as nursery:
+                if not isinstance(kv, SqliteCatalog):
+                    nursery.start_soon(self._keep_session, kv, store, incarnation)
+                await self._supervise(store)
+                nursery.cancel_scope.cancel()
             await kv.end_session(label)
             await kv.aclose()
             log.info("node_ended")
@@ -185,10 +179,10 @@ class Supervisor:
 
     def _start(self, role: str, *more: str, descriptors: tuple[int, ...] = ()) -> Child:
         device, incarnation, _ = self._connection
-        command = [self._python, "-P", "-m", f"ckptfs.fs.{role}_process", self._handed_config]
+        command = [self._python, "-P", "-m", f"ckptfs.fs.{role}_process", str(self._handed_config)]
         command += [str(device)] if role == "mount" else []
-        shared = (device, self._lock) if role == "mount" else (self._lock,)
-        return Child.start([*command, str(os.getpid()), str(incarnation), *more], (*shared, *descriptors))
+        shared = (self._handed_config, self._lock, *([device] if role == "mount" else []), *descriptors)
+        return Child.start([*command, str(os.getpid()), str(incarnation), *more], shared)
 
     async def _keep_running(self, role: str, scope: trio.CancelScope) -> None:
         delay_seconds = RESTART_SECONDS_MIN
@@ -259,7 +253,7 @@ class Supervisor:
             await self._replace_agent()
             children = {role: child.pid for role, child in self._children.items()}
             handed = upgrade.HandedOver(self._connection, self._lock, children)
-            upgrade.become(request.python, Path(self._handed_config), handed)
+            upgrade.become(request.python, self._handed_config, handed)
         except (OSError, upgrade.CannotTakeOver) as error:
             self._python, self._upgrading = previous, False
             log.error("upgrade_failed to=%s error=%s", request.version, error)
@@ -316,7 +310,7 @@ def run(config: NodeConfig) -> None:
 def main() -> None:
     """Entry of a process that was another release's supervisor a moment ago."""
     try:
-        run(load_handed_config(Path(sys.argv[1])))
+        run(load_handed_config(int(sys.argv[1])))
     except MountError as error:
         sys.exit(f"ckptfs: {error}")
 

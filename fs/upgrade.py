@@ -85,14 +85,14 @@ def wait_for_turn(descriptor: int, refusal: str) -> None:
             raise SystemExit(1)
 
 
-def become(python: str, config: Path, handed: HandedOver) -> None:
-    """Turn this process into the other release's supervisor; `config` is in JSON, as children are handed it. Returns only by
+def become(python: str, config: int, handed: HandedOver) -> None:
+    """Turn this process into the other release's supervisor; `config` is the descriptor children are handed. Returns only by
     raising `OSError`."""
-    for descriptor in (handed.connection.device, handed.lock):
+    for descriptor in (handed.connection.device, handed.lock, config):
         os.set_inheritable(descriptor, True)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the new program listens: another request must not end it
     environment = os.environ | {HANDED_OVER_VARIABLE: msgspec.json.encode(handed).decode()}
-    os.execve(python, [python, "-P", "-m", "ckptfs.fs.supervisor", os.fspath(config)], environment)
+    os.execve(python, [python, "-P", "-m", "ckptfs.fs.supervisor", str(config)], environment)
 
 
 def handed_over() -> HandedOver | None:

@@ -1,10 +1,11 @@
 """Every configuration that can't work is refused at the start, by one line that names the file and the key."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ckptfs.fs.config import ConfigurationError, etcd_place, load_config
+from ckptfs.fs.config import ConfigurationError, etcd_place, hand_config, load_config, load_handed_config
 
 GOOD = """\
 [node]
@@ -156,3 +157,12 @@ def test_an_impossible_tls_section_is_refused(tmp_path: Path, listen: str, lines
     text = GOOD.replace("[node]", f'[node]\nlisten = "{listen}"')
     with pytest.raises(ConfigurationError, match=words):
         _load(tmp_path, f"{text}\n[tls]\n{lines}\n")
+
+
+def test_a_configuration_is_handed_whole_to_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(GOOD)
+    config = load_config(tmp_path / "node.toml")
+    descriptor = hand_config(config)
+    for _ in range(2):
+        assert load_handed_config(os.dup(descriptor)) == config
+    os.close(descriptor)
