@@ -306,6 +306,17 @@ def inode_key(ino: InodeNumber) -> bytes:
     return b"i/%016x" % ino
 
 
+def inode_of_key(key: bytes) -> InodeNumber:
+    """The inverse of `inode_key`. Raises `DamagedData`."""
+    try:
+        number = int(key[2:].decode("ascii"), 16)
+    except ValueError:
+        number = -1
+    if number < 0 or inode_key(InodeNumber(number)) != key:
+        raise DamagedData(f"catalog key {key[:80]!r} names no inode")
+    return InodeNumber(number)
+
+
 def version_key(vid: Vid) -> bytes:
     return b"v/" + vid.hex().encode()
 
@@ -391,6 +402,7 @@ INODE_BLOCK_KEY = b"c/ino"
 DIRECTORY_MOVE_KEY = b"c/dirmove"
 SETTINGS_KEY = b"c/settings"
 ENTRY_PREFIX = b"d/"
+INODE_PREFIX = b"i/"
 VERSION_PREFIX = b"v/"
 STORE_PREFIX = b"s/"
 SESSION_PREFIX = b"l/"

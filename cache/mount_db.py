@@ -52,6 +52,9 @@ RESERVE_BYTES = 1 << 20
 CATALOG_FACT = "catalog_revision"
 """A revision of the catalog that was durable: one that ends before it is not the one this store's files belong to."""
 
+AGREED_FACT = "agreed_revision"
+"""A revision of the catalog up to which every row of a file that isn't in use says the same as the catalog."""
+
 MADE_FACT = "made_ns"
 """When this database was made, wall time: what the store had before is known from the catalog only."""
 
@@ -437,6 +440,13 @@ class MountDatabase:
         """Every row: bounded by what is in use or not yet protected."""
         self.settle_debts()
         rows = self._connection.execute("SELECT * FROM file ORDER BY exposed_ns").fetchall()
+        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in rows]
+
+    def files_in_use(self) -> list[FileRow]:
+        """The rows of files that are not just local: open, removed, or with handles. Bounded by what is in use."""
+        rows = self._connection.execute(
+            "SELECT * FROM file WHERE state <> 2 OR ino IN (SELECT ino FROM handle) ORDER BY exposed_ns"
+        ).fetchall()
         return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in rows]
 
     def file(self, ino: InodeNumber) -> FileRow | None:

@@ -154,7 +154,7 @@ class MountProcess:
     async def _run(self, stack: contextlib.ExitStack) -> None:
         store, config = self._store, self._config
         repeats = Repeats(self._kv, config.node_id, self._incarnation)
-        await repeats.load(self._database.files())
+        await repeats.load(self._database.files_in_use())
         namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
         settings = await namespace.settings()

@@ -2,7 +2,9 @@
 
 In the same boot the page cache is still there, so every segment is whole; handles and backing ids are the kernel's, and still
 good if the connection is the same one. After a power cut (another boot id) an open version without its durable mark is dropped:
-its name shows what it had before, or goes (R4). The work is bounded by what was in flight: rows of `mount.db`.
+its name shows what it had before, or goes (R4). The work is bounded by what was in flight: files in use, and those whose record
+in the catalog changed after `mount.db` was last known to agree with it. Only after a power cut, or with a new database, every
+row is looked at.
 """
 
 import contextlib
@@ -13,9 +15,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
+from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import DamagedData, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, segment_made_at
-from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase, RemoteRow
+from ckptfs.cache.mount_db import AGREED_FACT, FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -73,7 +76,9 @@ class MountRecovery:
         restored = dropped = 0
         if power_was_cut or known_boot_id is None:
             await self._add_unknown()
-        for row in self._database.files():
+        revision = await self._namespace.kv.revision()
+        everything = power_was_cut or known_boot_id is None
+        for row in self._database.files() if everything else await self._rows_in_doubt(revision):
             if row.backing_id is not None and row.backing_id < 0:
                 self._open_files.give_back(-row.backing_id)
                 row = row._replace(backing_id=None)
@@ -95,6 +100,7 @@ class MountRecovery:
             if file.state is FileState.OPEN and not file.writers:
                 self._settler.closed(file)
         self._database.set_fact(BOOT_FACT, boot_id)
+        self._database.set_fact(AGREED_FACT, b"%d" % revision)
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
 
@@ -153,6 +159,16 @@ class MountRecovery:
         except DamagedData:  # an error of this file, not of the mount
             return True
         return True
+
+    async def _rows_in_doubt(self, revision: int) -> list[FileRow]:
+        """The rows that may not say what the catalog says, because the process was killed between the two."""
+        agreed = self._database.fact(AGREED_FACT)
+        changed = None if agreed is None else await changed_inodes(self._namespace.kv, int(agreed), revision)
+        if changed is None:
+            return self._database.files()
+        rows = self._database.files_in_use()
+        looked_up = (self._database.file(ino) for ino in changed - {row.ino for row in rows})
+        return rows + [row for row in looked_up if row is not None]
 
     async def _add_unknown(self) -> None:
         """Rows for files of this store that the database does not have: it is new, or a power cut took its newest rows."""

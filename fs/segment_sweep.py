@@ -1,6 +1,7 @@
 """What other nodes removed or rewrote, and what was to be unlinked when the process that knew of it was killed.
 
-Rows of `mount.db` and files in use whose inode is gone, or moved to another home, are let go; they are few, and looked at often.
+Rows of `mount.db` and files in use whose inode is gone, or moved to another home, are let go: what the catalog's log says has
+changed is looked at often. What was looked at is written down, so that the next process begins there (`MountRecovery`).
 Segments are looked at now and then: one goes only if no version whose home is this store names it in a walk over the catalog, no
 file in use has it, and, asked again by the inode it is labelled with, the catalog still doesn't: a walk may miss a version that a
 rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it; one
@@ -18,9 +19,10 @@ from collections.abc import Iterable
 import trio
 
 from ckptfs.cache.catalog_format import VersionState
+from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
-from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, SegmentId, StoreId, segment_made_at
-from ckptfs.cache.mount_db import MADE_FACT, FileRow, MountDatabase
+from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
+from ckptfs.cache.mount_db import AGREED_FACT, MADE_FACT, FileRow, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -30,7 +32,7 @@ from ckptfs.fs.reclaim import Reclaimer
 log = logging.getLogger(__name__)
 
 
-ROWS_SECONDS = 5.0
+ROWS_SECONDS = 2.0
 SEGMENTS_SECONDS = 60.0
 
 
@@ -54,6 +56,10 @@ class SegmentSweep:
         self._reclaimer = reclaimer
         self._database = database
         self._store = store
+        agreed = database.fact(AGREED_FACT)
+        self._swept = None if agreed is None else int(agreed)
+        self._noted = self._swept
+        self._in_use: set[InodeNumber] = set()
         self.kept_count = 0
         """Segments nothing names that are kept all the same."""
 
@@ -69,21 +75,42 @@ class SegmentSweep:
     async def sweep_rows(self) -> int:
         """Let go what other nodes have removed or taken over, unless programs here have it open. Returns how many rows went."""
         count = 0
-        for row in self._database.files():
-            try:
-                count += await self._let_go(row)
-            except CacheError as error:
-                log.warning("row_sweep_put_off error=%s", error)
-                break
+        try:
+            revision = await self._namespace.kv.revision()
+            for row in await self._rows_to_look_at(revision):
+                if await self._let_go(row):
+                    count += 1
+            self._note(revision)
+        except CacheError as error:
+            log.warning("row_sweep_put_off error=%s", error)
         return count
+
+    async def _rows_to_look_at(self, revision: int) -> list[FileRow]:
+        """Those whose inode changed since the last sweep, and those that were still in use then."""
+        changed = None if self._swept is None else await changed_inodes(self._namespace.kv, self._swept, revision)
+        if changed is None:
+            return self._database.files()
+        rows = [self._database.file(ino) for ino in changed | self._in_use]
+        return [row for row in rows if row is not None]
+
+    def _note(self, revision: int) -> None:
+        """The sweep before this one is what holds after a kill: a change of its time may not have had its row written yet when
+        it looked."""
+        if self._swept is not None and self._swept != self._noted:
+            self._database.set_fact(AGREED_FACT, b"%d" % self._swept)
+            self._noted = self._swept
+        self._swept = revision
 
     async def _let_go(self, row: FileRow) -> bool:
         await trio.lowlevel.checkpoint()
+        self._in_use.discard(row.ino)
         if await self._versions.version(row.vid) is not None:
             return False
         async with self._open_files.alone(row.ino):  # nobody begins to write it meanwhile
             file = self._open_files.get(row.ino)
             in_use = file is not None and (file.handles or file.pins or file.vid != row.vid)
+            if in_use:
+                self._in_use.add(row.ino)
             if in_use or self._database.file(row.ino) != row or await self._versions.version(row.vid) is not None:
                 return False
             if file is not None:

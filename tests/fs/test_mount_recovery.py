@@ -1,5 +1,6 @@
 """What a killed mount process left is found again; after a power cut only what was synced counts."""
 
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -401,3 +402,31 @@ async def test_an_id_that_was_given_back_is_not_used_again(start_node: StartNode
     await node.release(fh)
     node = await _killed(start_node, node)
     assert node.open_files.get(InodeNumber(ino)).backing_id is None
+
+
+async def test_a_start_looks_at_what_changed_and_not_at_what_is_stored(
+    start_node: StartNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await start_node()
+    for number in range(20):
+        await node.save(b"%d" % number, b"content")
+    node = await _killed(start_node, node)  # the first one after a start without a database looks at all of them
+    await _sweep(node).sweep_rows()
+    for _ in range(2):
+        with caplog.at_level(logging.INFO):
+            caplog.clear()
+            node = await _killed(start_node, node)
+            assert "recovered" not in caplog.text
+    # The catalog changed and the process was killed before it could write that down.
+    await node.namespace.unlink(InodeNumber(ROOT), b"3")
+    ino = (await node.lookup(ROOT, b"4")).ino
+    await node.versions.open_for_writing(InodeNumber(ino), truncate_to_new_segment=None)
+    with caplog.at_level(logging.INFO):
+        caplog.clear()
+        node = await _killed(start_node, node)
+    assert "recovered files=1 dropped=1 handles=0" in caplog.text
+    assert len(node.database.files()) == 19
+    await node.settle()
+    assert await node.state(ino) is VersionState.LOCAL
+    assert await node.content(ino) == b"content"
+    assert node.segment_count() == 19

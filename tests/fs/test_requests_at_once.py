@@ -19,6 +19,8 @@ StartNode = Callable[..., Awaitable[Any]]
 ROOT = int(ROOT_INODE)
 TURNS = 60
 
+pytestmark = pytest.mark.slow
+
 
 def _make_slow(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """The catalog lets others run before and after whatever it does, now and then for long."""
