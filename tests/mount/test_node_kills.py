@@ -23,6 +23,8 @@ from ckptfs.fs.mount_table import detach, mounts_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
 
+AWAY_SECONDS = 2.0
+
 # What a program does on each side of a kill. It is told "go" on its standard input, once the kill has happened.
 USER = """
 import fcntl, mmap, os, sys
@@ -66,6 +68,21 @@ assert sorted(os.listdir(".")) == ["locked", "many", "mapped", "written"], os.li
 os.fsync(written.fileno())
 print("done", flush=True)
 assert sys.stdin.readline() == "go\\n"
+"""
+
+# Reads and writes one open file on and on until a line arrives; then says how long the longest pause was, and how many turns.
+PAUSES = """
+import os, select, sys, time
+file, block, count, longest = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), os.urandom(65536), 0, 0.0
+print("ready", flush=True)
+before = time.monotonic()
+while not select.select([0], [], [], 0)[0]:
+    at = count % 256 * 65536
+    assert os.pwrite(file, block, at) == 65536
+    assert os.pread(file, 65536, at) == block
+    now = time.monotonic()
+    count, longest, before = count + 1, max(longest, now - before), now
+print(longest, count)
 """
 
 TRY_LOCKS = """
@@ -158,6 +175,50 @@ def test_everything_a_program_holds_outlives_the_mount_process(start_cluster: An
     assert (directory / "mapped").read_bytes() == b"before".ljust(4090, b"\0") + b"0123456789" + bytes(8192 - 4100)
     assert (node.mountpoint / "sealed").read_bytes() == sealed
     assert call(node.store / "run" / "mount.sock", {"do": "status"})["unexpected_errors"] == 0
+
+
+def test_passthrough_reads_and_writes_do_not_even_pause(start_cluster: Any, scratch: Path) -> None:
+    """The mount process is away for `AWAY_SECONDS`, which a call that needs it sees; the files that are open don't."""
+    cluster: LocalCluster = start_cluster(1, settle_seconds=0.1)
+    node = cluster.nodes[0]
+    pids = node.processes.pids()
+    assert pids["supervisor"] is not None
+    assert pids["mount"] is not None
+    waited: list[float] = []
+
+    def make() -> None:
+        started = time.monotonic()
+        (node.mountpoint / "made").mkdir()
+        waited.append(time.monotonic() - started)
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        programs = []
+        for path in (node.mountpoint / "file", scratch / "plain"):
+            command = [sys.executable, "-c", PAUSES, str(path)]
+            program = stack.enter_context(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
+            stack.callback(program.kill)
+            assert program.stdout.readline() == "ready\n"
+            programs.append(program)
+        os.kill(pids["supervisor"], signal.SIGSTOP)  # nobody starts another
+        try:
+            os.kill(pids["mount"], signal.SIGKILL)
+            caller = threading.Thread(target=make)
+            caller.start()
+            time.sleep(AWAY_SECONDS)
+        finally:
+            os.kill(pids["supervisor"], signal.SIGCONT)
+        caller.join(30)
+        for _ in range(3):
+            _kill(node, "mount")
+        _wait(node.answers)
+        (in_mount, count), (in_plain, _) = [map(float, program.communicate("end\n", 30)[0].split()) for program in programs]
+    print(
+        f"longest pause {in_mount:.4f} s, in a plain directory {in_plain:.4f} s; {count:.0f} turns; mkdir took {waited[0]:.1f} s"
+    )
+    assert waited[0] >= AWAY_SECONDS
+    assert in_mount < AWAY_SECONDS / 2 + in_plain  # on a machine that does much else both may wait for a processor
+    assert count > 100
 
 
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
