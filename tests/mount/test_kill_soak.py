@@ -41,7 +41,7 @@ KINDS = (
     *("racing", "racing", "racing", "counting", "counting", "logging", "logging"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120 + SECONDS_PER_KILL * KILLS)]
+pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(180 + SECONDS_PER_KILL * KILLS)]
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 60) -> None:
