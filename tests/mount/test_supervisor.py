@@ -64,7 +64,7 @@ def _programs(mountpoint: Path, *kinds: str) -> Iterator[None]:
         for program in programs:
             output, errors = program.communicate("end\n", timeout=60)
             assert program.returncode == 0, f"{program.args!r}\n{errors[-3000:]}"
-            assert json.loads(output)["turns"] > 3
+            assert json.loads(output)["turns"] > 0
     finally:
         for program in programs:
             program.kill()
