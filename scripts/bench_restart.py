@@ -4,7 +4,6 @@ import os
 import signal
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
 
 KILLS = 7
-MAKERS = 4
+DIRECTORY_FILES = 5000
 SECONDS_MAX = 300.0
 """For the files to be made and to become local, and for each new mount process."""
 
@@ -25,8 +24,8 @@ def restart_figures(directory: Path, count: int) -> dict[str, Any]:
     try:
         cluster.up(1, ClusterSettings())
         node = cluster.nodes[0]
-        with ThreadPoolExecutor(MAKERS) as makers:
-            list(makers.map(lambda maker: _make(node.mountpoint / f"{maker}", count // MAKERS), range(MAKERS)))
+        for number in range(0, count, DIRECTORY_FILES):
+            _make(node.mountpoint / f"{number}", min(DIRECTORY_FILES, count - number))
         _wait_until_local(node)
         seconds = [_waited(node, node.mountpoint / f"kill-{number}") for number in range(KILLS)]
     finally:
