@@ -444,6 +444,7 @@ class MountDatabase:
 
     def files_in_use(self) -> list[FileRow]:
         """The rows of files that are not just local: open, removed, or with handles. Bounded by what is in use."""
+        self.settle_debts()
         rows = self._connection.execute(
             "SELECT * FROM file WHERE state <> 2 OR ino IN (SELECT ino FROM handle) ORDER BY exposed_ns"
         ).fetchall()
