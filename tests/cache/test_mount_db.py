@@ -99,7 +99,7 @@ def test_what_was_noted_by_a_killed_process_is_committed_by_the_next(path: Path)
         with closing(MountDatabase(path)) as next_one:
             next_one.take_over()
             assert next_one.handles() == [HandleRow(3, InodeNumber(5), 0, 1)]
-            assert next_one.files() == [_row(5, backing_id=3), _row(6)]
+            assert next_one.files() == [_row(5, backing_id=3), _row(6, backing_id=-4)]
 
 
 def test_no_more_than_some_changes_wait(path: Path) -> None:
