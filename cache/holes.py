@@ -18,25 +18,41 @@ def zero_hash(length: int) -> bytes:
 
 
 class Holes:
-    """The holes of one file, as far as it doesn't change; asked from its beginning on, each is looked for once. Not for several
-    threads. The descriptor is the caller's; its file offset moves."""
+    """The holes of one file, as far as it doesn't change; asked from its beginning on, each is looked for once. The descriptor is
+    the caller's; its file offset moves."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         status = os.fstat(descriptor)
         self._is_sparse = status.st_blocks * 512 < status.st_size
-        self._begin = self._end = 0
+        self._size = status.st_size
+        self._newest = 0, 0
+        """Where the hole that was asked about last begins, as far as is known, and ends. One object, for the sake of threads."""
 
     def cover(self, offset: int, length: int) -> bool:
         """Whether all of this part of the file is in one hole. Never raises: what isn't known counts as data."""
         if not self._is_sparse:
             return False
-        if not self._begin <= offset < self._end:
-            self._begin, self._end = offset, self._next_data(offset)
-        return offset + length <= self._end
+        begin, end = self._newest
+        if not begin <= offset < end:
+            end = _next(self._descriptor, offset, os.SEEK_DATA, 1 << 63)
+            self._newest = offset, end
+        return offset + length <= end
 
-    def _next_data(self, offset: int) -> int:
-        try:
-            return os.lseek(self._descriptor, offset, os.SEEK_DATA)
-        except OSError as error:
-            return 1 << 63 if error.errno == errno.ENXIO else offset  # ENXIO: nothing but a hole up to the end
+    def whole_units(self, unit_bytes: int) -> int:
+        """How many of the file's consecutive units of so many bytes are wholly in a hole. The last one counts if it is whole."""
+        count = at = 0
+        while self._is_sparse and at < self._size:
+            begin = _next(self._descriptor, at, os.SEEK_HOLE, self._size)
+            at = _next(self._descriptor, begin, os.SEEK_DATA, self._size)
+            if at <= begin:
+                break
+            count += max(0, at // unit_bytes - -(-begin // unit_bytes))
+        return count
+
+
+def _next(descriptor: int, offset: int, whence: int, nowhere: int) -> int:
+    try:
+        return os.lseek(descriptor, offset, whence)
+    except OSError as error:
+        return nowhere if error.errno == errno.ENXIO else offset  # ENXIO: nothing of the kind up to the end

@@ -15,6 +15,10 @@ class NotEnoughDomains(ReplicationError):
     """Too few live failure domains with free space for the shards. Nothing was placed; it may be asked again later."""
 
 
+class ContentTooLarge(ReplicationError):
+    """The content has more cells than a shard file can name, so it stays on its home only. Its owner writes smaller files."""
+
+
 class PeerUnreachable(ReplicationError):
     """No answer from a peer: refused, reset, closed in the middle, or silent beyond the deadline. Worth another try."""
 

@@ -91,13 +91,14 @@ class Holders:
         self._peers = peers
 
     async def put_shard(
-        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int
+        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int, hole_bytes: int = 0
     ) -> ShardSink:
+        """`hole_bytes`: so many of the cells' bytes are zeros, for which no space is needed."""
         if store == self._members.own_store:
-            return await self._own.put_shard(header, ino, path_hint, revision)
+            return await self._own.put_shard(header, ino, path_hint, revision, hole_bytes)
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(self._peers.putting(store, self._address(store)))
-            stream = await client.put_shard(header)
+            stream = await client.put_shard(header, hole_bytes)
             return PeerSink(stream, stack.pop_all(), ino, path_hint, revision)
         raise AssertionError("the exit stack swallowed an exception")
 

@@ -84,8 +84,10 @@ class OwnStore:
         except (ShardConflict, ShardDamaged, StoreFull, StoreFailed, WriterRevoked) as error:
             raise PeerRefused(_REASONS[type(error)], str(error)) from None
 
-    async def put_shard(self, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int) -> OwnSink:
-        return OwnSink(self, await self.put(self._shards.begin, header), ino, path_hint, revision)
+    async def put_shard(
+        self, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int, hole_bytes: int = 0
+    ) -> OwnSink:
+        return OwnSink(self, await self.put(self._shards.begin, header, hole_bytes), ino, path_hint, revision)
 
     async def put_copies(self, copies: Sequence[SmallCopy]) -> list[bytes]:
         return await self.put(self._copies.put, copies)

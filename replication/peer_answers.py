@@ -203,7 +203,7 @@ class PeerAnswers:
         # The longest cell of this shard, not of any: most shards of small files are far shorter than a cell may be.
         size = max(1, header.cell_length(0))
         async with _Taken(self._budget, size, self._limits.buffer_wait_seconds) as buffer:
-            begin = partial(self._write, self._shards.begin, header, limiter=self._sync_limiter)
+            begin = partial(self._write, self._shards.begin, header, message.hole_bytes, limiter=self._sync_limiter)
             writer = await self._slowly(talk, request, begin)
             try:
                 await talk.stream.send(request, PutReady(writer.resume_stripe))
@@ -248,8 +248,11 @@ class PeerAnswers:
             conversation.receive(incoming.message, incoming.request)
             if not isinstance(incoming.message, Cell):
                 return incoming
-            cell = stream.receive_payload_in_thread(incoming, buffer)
-            writer.write_cell(incoming.message.stripe, cell, incoming.prelude.payload_hash)
+            if incoming.message.zeros and not incoming.payload_length:
+                writer.write_zeros(incoming.message.stripe)
+            else:
+                cell = stream.receive_payload_in_thread(incoming, buffer)
+                writer.write_cell(incoming.message.stripe, cell, incoming.prelude.payload_hash)
             trio.from_thread.check_cancelled()
 
     async def _take_footer_part(

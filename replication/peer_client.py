@@ -80,11 +80,12 @@ class PeerClient(PeerConnection):
             status = await self.receive(request, Status)
         return PeerStatus(NodeId(status.node), StoreId(status.store), status.free_bytes, status.program)
 
-    async def put_shard(self, header: ShardHeader) -> "PutStream":
-        """Begin (or go on with) a shard. The stream returned owns this client until `finish` or `aclose`."""
+    async def put_shard(self, header: ShardHeader, hole_bytes: int = 0) -> "PutStream":
+        """Begin (or go on with) a shard, of whose cells so many bytes are zeros. The stream returned owns this client until
+        `finish` or `aclose`."""
         begin = PutBegin(
-            header.vid, header.index, header.data_shards, header.parity_shards, header.cell_size, header.size
-        )  # fmt: skip
+            header.vid, header.index, header.data_shards, header.parity_shards, header.cell_size, header.size, hole_bytes
+        )
         async with self.asking(begin) as request:
             ready = await self.receive(request, PutReady)
             if ready.resume_stripe > header.cell_count:

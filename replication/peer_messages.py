@@ -103,7 +103,8 @@ class Working(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PutBegin(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of a `ShardHeader`."""
+    """The fields of a `ShardHeader`. Of so many of the cells' bytes the sender knows that they are zeros (`hole_bytes`): no space
+    is reserved for them."""
 
     vid: Id
     index: ShardIndex
@@ -111,6 +112,7 @@ class PutBegin(msgspec.Struct, array_like=True, frozen=True):
     parity_shards: Annotated[int, msgspec.Meta(ge=0, le=SHARDS_MAX)]
     cell_size: Annotated[int, msgspec.Meta(ge=1, le=CELL_SIZE_MAX)]
     size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    hole_bytes: Number = 0
 
 
 class PutReady(msgspec.Struct, array_like=True, frozen=True):
@@ -120,9 +122,10 @@ class PutReady(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Cell(msgspec.Struct, array_like=True, frozen=True):
-    """One cell; the frame's payload hash is its hash."""
+    """One cell; the frame's payload hash is its hash. One of zeros may come to a holder without payload (`zeros`)."""
 
     stripe: Number
+    zeros: bool = False
 
 
 class FooterPart(msgspec.Struct, array_like=True, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ckptfs.cache.checksum import Buffer
+from ckptfs.cache.holes import zero_hash
 from ckptfs.replication import shard_format
 from ckptfs.replication.errors import PeerUnreachable, ProtocolViolation
 from ckptfs.replication.peer_connection import PeerConnection
@@ -31,7 +32,9 @@ class PutStream:
         if stripe != self._next_stripe or len(cell) != length:
             raise ValueError(f"cell {stripe} of {len(cell)} bytes, expected {self._next_stripe} of {length}")
         self._next_stripe += 1
-        if length:
+        if length and digest == zero_hash(length):
+            await self._send(Cell(stripe, zeros=True), b"")
+        elif length:
             await self._send(Cell(stripe), cell, digest)
 
     async def finish(self, footer: ShardFooter) -> bytes:

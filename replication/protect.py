@@ -17,6 +17,7 @@ import trio
 from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
 from ckptfs.cache.checksum import cell_table, content_root
 from ckptfs.cache.errors import CacheError
+from ckptfs.cache.holes import Holes
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import WaitingVersion
 from ckptfs.cache.segments import has_no_writer
@@ -24,7 +25,14 @@ from ckptfs.cache.version_reshape import Code
 from ckptfs.cache.versions import ProtectedCommit
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.codec import Codec
-from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
+from ckptfs.replication.errors import (
+    ContentTooLarge,
+    NotEnoughDomains,
+    PeerRefused,
+    PeerUnreachable,
+    RefusalReason,
+    ReplicationError,
+)
 from ckptfs.replication.members import Member, Members, candidates
 from ckptfs.replication.placement import Candidate, code_for, place, usable_domains
 from ckptfs.replication.quiet_threads import QuietThreads
@@ -81,7 +89,7 @@ class ShardHolders(Protocol):
     """How shards and copies get to the stores that hold them; the own store is one of them."""
 
     async def put_shard(
-        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int
+        self, store: StoreId, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int, hole_bytes: int = 0
     ) -> ShardSink: ...
 
     async def put_copies(self, store: StoreId, copies: Sequence[SmallCopy]) -> list[bytes]: ...
@@ -157,12 +165,13 @@ class Protector:
             return 0.0
         return max(0.0, self.limits.shortfall_seconds - self._members.seconds_unchanged())
 
-    def _striped_code(self, size: int, cell_size: int, available: list[Candidate]) -> Geometry:
-        """The largest code asked for that the domains with enough space can carry. Raises `NotEnoughDomains`."""
+    def _striped_code(self, size: int, cell_size: int, holes: Holes, available: list[Candidate]) -> Geometry:
+        """The largest code asked for that the domains with enough space can carry. Raises `NotEnoughDomains` and
+        `ContentTooLarge`."""
         k, m = self.limits.data_shards, self.limits.parity_shards
         while True:
             geometry = Geometry(size, cell_size, k, m)
-            domains = usable_domains(available, _shard_file_size(geometry))
+            domains = usable_domains(available, _shard_file_size(geometry) - _hole_bytes(geometry, holes))
             smaller = code_for(k, m, len(domains))
             if smaller[1] == 0 or len(domains) < sum(smaller):
                 raise NotEnoughDomains(
@@ -212,10 +221,12 @@ class Protector:
         """
         version = source.version
         available = candidates(await self._members.refresh())
-        geometry = self._striped_code(version.size, version.cell_size, available)
+        holes = Holes(source.descriptor)
+        geometry = await self._threads.run(self._striped_code, version.size, version.cell_size, holes, available)
         if larger_than is not None and not Code(geometry.data_shards, geometry.parity_shards).is_larger_than(larger_than):
             raise NotEnoughDomains(f"no larger code than {larger_than.data_shards}+{larger_than.parity_shards} can be had now")
-        bytes_each = _shard_file_size(geometry)
+        hole_bytes = _hole_bytes(geometry, holes)
+        bytes_each = _shard_file_size(geometry) - hole_bytes
         stores = place(available, geometry.shard_count, source.vid, bytes_each)
         if larger_than is not None:
             stores = _at_other_indices(stores, version.shards)
@@ -224,7 +235,7 @@ class Protector:
 
         async def open_sink(store: StoreId, index: int) -> ShardSink:
             own = ShardHeader(header.vid, index, header.data_shards, header.parity_shards, header.cell_size, header.size)
-            return await self._holders.put_shard(store, own, source.ino, source.path_hint, revision)
+            return await self._holders.put_shard(store, own, source.ino, source.path_hint, revision, hole_bytes)
 
         async def replace(index: int, used: Sequence[StoreId]) -> StoreId:
             return await self._another_holder(source.vid, index, used, bytes_each)
@@ -508,7 +519,19 @@ def _at_other_indices(stores: Sequence[StoreId], before: Sequence[Shard]) -> lis
 
 
 def _shard_file_size(geometry: Geometry) -> int:
-    header = ShardHeader(
-        Vid(bytes(16)), 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, max(geometry.size, 1)
-    )
+    """Bytes of the largest of the version's shard files. Raises `ContentTooLarge`."""
+    try:
+        header = ShardHeader(
+            Vid(bytes(16)), 0, geometry.data_shards, geometry.parity_shards, geometry.cell_size, max(geometry.size, 1)
+        )
+    except ValueError as error:
+        raise ContentTooLarge(
+            f"{error} for shards of {geometry.data_shards}+{geometry.parity_shards}: only its home has its bytes; write it as"
+            " several files, or make a cluster with a larger protection.cell_size_bytes"
+        ) from None
     return header.file_length()
+
+
+def _hole_bytes(geometry: Geometry, holes: Holes) -> int:
+    """Bytes of zeros in each of the shards, at least, that come of whole stripes in holes."""
+    return holes.whole_units(geometry.data_shards * geometry.cell_size) * geometry.cell_size

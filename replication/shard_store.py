@@ -90,19 +90,20 @@ class ShardStore:
         if reason := refuses_writes(self._directory):
             self._failed = f"the drive under {self._directory} takes no writes: {reason}; repair or replace it"
 
-    def begin(self, header: ShardHeader) -> ShardWriter:
+    def begin(self, header: ShardHeader, hole_bytes: int = 0) -> ShardWriter:
         """A writer for this shard, which goes on where an earlier one stopped: see `ShardWriter.resume_stripe`. A complete
         shard is re-read; one that is damaged is written anew, and replaced when the new one is complete.
 
-        Space is reserved before the first byte. An earlier writer of the same shard that still exists is revoked. Raises
-        `StoreFull`, `StoreFailed`, `WriterRevoked` (a later call was faster).
+        Space is reserved before the first byte, but not for `hole_bytes`: so many of the cells' bytes will be zeros. An earlier
+        writer of the same shard that still exists is revoked. Raises `StoreFull`, `StoreFailed`, `WriterRevoked` (a later call
+        was faster).
         """
         key = (header.vid, header.index)
         with self._lock:
             if self._failed:
                 raise StoreFailed(self._failed)
             earlier = self._writers.get(key)
-            writer = self._writers[key] = ShardWriter(self, header)
+            writer = self._writers[key] = ShardWriter(self, header, hole_bytes)
         try:
             if earlier is not None:
                 earlier.revoke()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptfs.cache.checksum import Buffer, cell_hash
+from ckptfs.cache.holes import zero_hash
 from ckptfs.cache.ids import Vid
 from ckptfs.cache.store import sync_directory
 from ckptfs.replication import shard_format
@@ -60,8 +61,9 @@ class ShardWriter:
     Ends with exactly one of `finish` (stored), `suspend` (what is there is kept for the next put) or `abandon` (removed).
     """
 
-    def __init__(self, store: "WritersStore", header: ShardHeader) -> None:
+    def __init__(self, store: "WritersStore", header: ShardHeader, hole_bytes: int = 0) -> None:
         self.header = header
+        self._hole_bytes = hole_bytes
         self.partial_path = store.path_of(header.vid, header.index) + PARTIAL
         self.promised_bytes = 0
         self.resume_stripe = 0
@@ -84,7 +86,8 @@ class ShardWriter:
         return self._ended
 
     def write_cell(self, stripe: int, cell: Buffer, hash_: bytes) -> None:
-        """Append the cell of that stripe, the next one. Does not keep the buffer. Cells of length 0 are not written.
+        """Append the cell of that stripe, the next one. Does not keep the buffer. Cells of length 0 are not written, and one of
+        zeros takes no space: it becomes a hole.
 
         Raises `ShardDamaged` (the bytes don't match their hash: nothing was written, the cell may come again),
         `ValueError` (out of order, or another length than the header says), `StoreFull`, `StoreFailed`, `WriterRevoked`.
@@ -94,9 +97,20 @@ class ShardWriter:
             raise ValueError(f"cell {stripe} of {len(cell)} bytes, expected {self._next_stripe} of {length}")
         if cell_hash(cell) != hash_:
             raise ShardDamaged(f"cell {stripe} doesn't match its hash")
+        self._append(stripe, None if hash_ == zero_hash(length) else cell, hash_)
+
+    def write_zeros(self, stripe: int) -> None:
+        """As `write_cell`, for a cell of zeros."""
+        length = self.header.cell_length(stripe)
+        if stripe != self._next_stripe or not length:
+            raise ValueError(f"cell {stripe} of zeros, expected {self._next_stripe} of {length} bytes")
+        self._append(stripe, None, zero_hash(length))
+
+    def _append(self, stripe: int, cell: Buffer | None, hash_: bytes) -> None:
+        length = self.header.cell_length(stripe)
         with self._mutex:
             self._check()
-            if self._complete is None:
+            if self._complete is None and cell is not None:
                 offset = self.header.cell_offset(stripe)
                 self._write(cell, offset)
                 self.promised_bytes = max(0, self.promised_bytes - length)
@@ -202,7 +216,7 @@ class ShardWriter:
             self._next_stripe = stripe + 1
         self._check()
         kept = header.cell_offset(self._next_stripe - 1) + header.cell_length(self._next_stripe - 1) if self._next_stripe else 0
-        self._store.reserve(self, header.file_length() - kept)
+        self._store.reserve(self, max(0, header.file_length() - kept - self._hole_bytes))
         os.ftruncate(descriptor, kept)
         if not kept:
             self._write(packed, 0)

@@ -2,9 +2,10 @@
 
 The version's segment is read stripe by stripe, in passes. In a pass each stripe is read once into a buffer of a small set;
 hashes, parity and the bytes that are sent come from that buffer, so they belong together whatever happens to the file
-meanwhile. Every holder is a *lane* with a task of its own; a buffer is used again when all lanes are done with it. A
-lane whose holder fails drops out of the pass; a later pass reads the rest for it again, from where the holder says it
-stands, or from the start for the store that takes its place. What is read again must have the hashes it had before.
+meanwhile. A stripe that is a hole is not read: its cells are zeros, which are neither sent nor stored. Every holder is a *lane*
+with a task of its own; a buffer is used again when all lanes are done with it. A lane whose holder fails drops out of the pass;
+a later pass reads the rest for it again, from where the holder says it stands, or from the start for the store that takes its
+place. What is read again must have the hashes it had before.
 
 No lane gets its footer, without which a shard file is nothing, before all cell hashes together gave the content root
 the catalog has, and all other lanes have their cells too. So bytes that changed after they were hashed on their home never
@@ -26,6 +27,7 @@ import trio
 from ckptfs.cache.catalog_format import Shard
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash, content_root, shard_root
 from ckptfs.cache.errors import CacheError
+from ckptfs.cache.holes import Holes, zero_hash
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.codec import Codec
 from ckptfs.replication.errors import NotEnoughDomains, PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
@@ -141,6 +143,9 @@ class StripedAttempt:
         self._root = root
         self._geometry = geometry
         self._descriptor = descriptor
+        self._holes = Holes(descriptor)
+        self._zero_cells = [memoryview(bytes(geometry.cell_size))] * geometry.shard_count
+        self._zero_hashes = [zero_hash(geometry.cell_size)] * geometry.shard_count
         self._codec = codec
         self._threads = threads
         self._open_sink = open_sink
@@ -155,6 +160,7 @@ class StripedAttempt:
         if not self._buffers:
             raise ValueError(f"a buffer of {len(buffer)} bytes for stripes of {stripe_bytes}")
         self._hashes: list[list[bytes] | None] = [None] * geometry.stripe_count
+        self._unhashed_count = geometry.stripe_count
         self._failure: Exception | None = None
         self._conflicts: set[tuple[StoreId, int]] = set()
 
@@ -282,9 +288,9 @@ class StripedAttempt:
     # ---- one pass over the segment
 
     async def _pass(self, lanes: list[_Lane]) -> None:
-        first = 0 if None in self._hashes else min(min(lane.next_stripe, lane.cell_count) for lane in lanes)
+        first = 0 if self._unhashed_count else min(min(lane.next_stripe, lane.cell_count) for lane in lanes)
         stripe_count = self._geometry.stripe_count
-        if None not in self._hashes and all(lane.next_stripe >= lane.cell_count for lane in lanes):
+        if not self._unhashed_count and all(lane.next_stripe >= lane.cell_count for lane in lanes):
             return
         free_send, free_receive = trio.open_memory_channel[memoryview](len(self._buffers))
         loaded_send, loaded_receive = trio.open_memory_channel[_LoadedStripe](len(self._buffers))
@@ -301,7 +307,10 @@ class StripedAttempt:
 
             async def load(stripe: _LoadedStripe) -> None:
                 try:
-                    stripe.cells, stripe.hashes = await self._threads.run(self._load, stripe.number, stripe.buffer)
+                    if self._is_hole(stripe.number):
+                        stripe.cells, stripe.hashes = self._zero_cells, self._zero_hashes
+                    else:
+                        stripe.cells, stripe.hashes = await self._threads.run(self._load, stripe.number, stripe.buffer)
                     self._check_again(stripe)
                 except (AttemptVoid, OSError) as error:
                     self._failure = error
@@ -350,6 +359,11 @@ class StripedAttempt:
                     lane.failing_since_seconds = None
             done(stripe)
 
+    def _is_hole(self, number: int) -> bool:
+        """Whether the stripe is whole and all of it a hole. Asks the file system for what it has in memory, so in no thread."""
+        length = self._geometry.data_shards * self._geometry.cell_size
+        return self._geometry.stripe_length(number) == length and self._holes.cover(number * length, length)
+
     def _load(self, number: int, buffer: memoryview) -> tuple[list[memoryview], list[bytes]]:
         """Read, encode and hash one stripe; runs in a thread. Returns its k+m cells and their hashes, empty for no cell."""
         geometry = self._geometry
@@ -376,7 +390,8 @@ class StripedAttempt:
         before = self._hashes[stripe.number]
         if before is None:
             self._hashes[stripe.number] = stripe.hashes
-            if None not in self._hashes:
+            self._unhashed_count -= 1
+            if not self._unhashed_count:
                 self._check_root()
         elif before != stripe.hashes:
             raise ContentChanged(f"stripe {stripe.number} changed between two readings")
@@ -393,7 +408,7 @@ class StripedAttempt:
 
     async def _finish_all(self, unfinished: list[_Lane]) -> None:
         complete = [lane for lane in unfinished if lane.sink is not None and lane.next_stripe >= lane.cell_count]
-        if len(complete) < len(unfinished) or None in self._hashes:
+        if len(complete) < len(unfinished) or self._unhashed_count:
             for lane in complete:
                 await self._close(lane)  # rather than let its connection wait for the others, however long that takes
             return

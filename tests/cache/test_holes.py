@@ -63,3 +63,18 @@ def test_what_is_no_hole_or_not_known_counts_as_data(scratch: Path) -> None:
     assert not Holes(reader).cover(0, CELL)
     os.close(reader)
     os.close(writer)
+
+
+def test_units_that_are_wholly_in_holes(scratch: Path) -> None:
+    with open(scratch / "sparse", "w+b", buffering=0) as file:
+        file.truncate(10 * CELL)
+        for at in (0, 3 * CELL + 5, 5 * CELL):
+            file.seek(at)
+            file.write(b"x")
+        os.fsync(file.fileno())
+        assert Holes(file.fileno()).whole_units(CELL) == 7
+        assert Holes(file.fileno()).whole_units(2 * CELL) == 2
+        file.truncate(10 * CELL + 1)
+        assert Holes(file.fileno()).whole_units(CELL) == 7
+        file.truncate(0)
+        assert Holes(file.fileno()).whole_units(CELL) == 0

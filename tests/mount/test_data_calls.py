@@ -303,3 +303,61 @@ def _once_free(write: Callable[[], Any]) -> None:
             if error.errno != errno.EBUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
+
+
+GIB = 1 << 30
+
+
+def test_a_sparse_file_costs_what_is_in_it(sides: Sides) -> None:
+    """Data at its ends, at borders of cells and beside them; protected, it takes no more than that, and is read anywhere."""
+    size = 30 * GIB + 4711
+    parts = {0: b"begin", (1 << 20) - 2: b"over a border", 7 * GIB: b"x" * (1 << 20), 12 * GIB + 5: b"y" * 3, size - 3: b"end"}
+    before = _stored(sides.cluster)
+    with open(sides.here / "sparse", "wb", buffering=0) as file:
+        for at, data in parts.items():
+            os.pwrite(file.fileno(), data, at)
+    behind, _, _ = wait_until([sides.here], "protected", 60.0, shown=False)
+    assert not behind
+    assert _stored(sides.cluster) - before < 64 << 20
+    for directory in (sides.here, sides.there):
+        status = (directory / "sparse").stat()
+        assert (status.st_size, status.st_blocks * 512 < 4 << 20) == (size, True)
+        _check_parts(directory / "sparse", parts)
+
+
+def test_a_file_beyond_2_tib(sides: Sides) -> None:
+    """Local at once, though terabytes of zeros are not read for it, and read on other nodes, wherever it is protected or not."""
+    size = 5 << 39
+    parts = {0: b"begin", 1 << 41: b"beyond", size - 3: b"end"}
+    with open(sides.here / "huge", "wb", buffering=0) as file:
+        for at, data in parts.items():
+            os.pwrite(file.fileno(), data, at)
+    (sides.here / "after").write_bytes(b"is not held up")
+    behind, _, _ = wait_until([sides.here], "local", 30.0, shown=False)
+    assert not behind
+    for directory in (sides.here, sides.there):
+        assert (directory / "huge").stat().st_size == size
+        _check_parts(directory / "huge", parts)
+    with open(sides.here / "huge", "r+b", buffering=0) as file:
+        assert os.lseek(file.fileno(), 1 << 40, os.SEEK_DATA) == 1 << 41
+        file.truncate((1 << 41) + 3)
+        file.seek(1 << 41)
+        assert file.read() == b"bey"
+
+
+def _check_parts(path: Path, parts: dict[int, bytes]) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for at, data in parts.items():
+            start = max(at - 100, 0)
+            file.seek(start)
+            assert file.read(at - start + len(data)) == bytes(at - start) + data
+
+
+def _stored(cluster: LocalCluster) -> int:
+    """Bytes that all shards take."""
+    found = 0
+    for node in cluster.nodes:
+        for path in (node.store / "shards").rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                found += path.stat().st_blocks * 512
+    return found

@@ -37,9 +37,9 @@ def device_for_all() -> Iterator[None]:
 
 def _as_nobody(*command: object) -> list[str]:
     drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    can_run = subprocess.run([*drop, sys.executable, "-c", ""], check=False, capture_output=True).returncode == 0
-    capabilities = "-all" if can_run else "-all,+dac_read_search"
-    return [*drop, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", *map(str, command)]
+    keep = ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
+    can_run = subprocess.run([*drop, "env", sys.executable, "-c", ""], check=False, capture_output=True).returncode == 0
+    return [*drop, *([] if can_run else keep), *map(str, command)]
 
 
 def _ckptfs(*arguments: object) -> tuple[int, str]:

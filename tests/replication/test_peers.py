@@ -40,7 +40,7 @@ ANSWERING = PeerIdentity(CLUSTER, StoreId(b"b" * 16), NodeId("answering"))
 
 
 def cells_of(header: ShardHeader, salt: int = 0) -> list[bytes]:
-    return [bytes([stripe + salt]) * header.cell_length(stripe) for stripe in range(header.cell_count)]
+    return [bytes([stripe + salt + 1]) * header.cell_length(stripe) for stripe in range(header.cell_count)]
 
 
 def footer_of(header: ShardHeader, cells: list[bytes]) -> ShardFooter:
@@ -180,6 +180,20 @@ async def test_a_shard_is_stored_and_read_back(node: Node) -> None:
     assert status.free_bytes > 0
     assert node.server.statistics().connections == 1
     assert node.shards.verify(VID, 1).ok
+
+
+async def test_cells_of_zeros_are_not_sent(node: Node) -> None:
+    header = ShardHeader(VID, 0, 1, 1, 1 << 20, (5 << 20) + 10)
+    cells = [b"x" * (1 << 20), bytes(1 << 20), bytes(1 << 20), b"y" * (1 << 20), bytes(1 << 20), bytes(10)]
+    with node.client() as client:
+        stream = await client.put_shard(header, hole_bytes=2 << 20)
+        for stripe, cell in enumerate(cells):
+            await stream.send_cell(stripe, cell, checksum.cell_hash(cell))
+        await stream.finish(footer_of(header, cells))
+        async with client.read_cells(VID, 0, 0, 6) as read:
+            assert [bytes(cell) async for cell in read] == cells
+        client.close()
+        assert client.sent_bytes < (2 << 20) + 2000
 
 
 async def test_cells_go_into_the_buffers_of_who_reads(node: Node) -> None:

@@ -334,7 +334,7 @@ async def test_a_peer_that_takes_in_nothing_more(nursery: trio.Nursery) -> None:
 
     client = await client_of(script, nursery, stall_seconds=STALL_SECONDS)
     header = ShardHeader(VID, 0, 1, 1, 4 << 20, 1 << 30)
-    cell = bytes(4 << 20)
+    cell = b"x" * (4 << 20)
     digest = checksum.cell_hash(cell)
     stream = await client.put_shard(header)
 

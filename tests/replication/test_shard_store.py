@@ -489,3 +489,48 @@ def test_any_geometry_is_stored_and_read(
     assert put(store, header) == footer_of(header, cells_of(header)).root
     assert store.verify(vid, header.index).ok
     store.delete(vid, header.index)
+
+
+ZEROS = ShardHeader(VID, 0, 1, 1, 64 << 10, 40 * (64 << 10) + 10)
+
+
+def test_cells_of_zeros_take_no_space_and_read_as_zeros(store: ShardStore) -> None:
+    """Whether they come as bytes or as a word, at the beginning, in the middle, at the end."""
+    cells = [bytes(ZEROS.cell_length(stripe)) for stripe in range(ZEROS.cell_count)]
+    cells[20] = os.urandom(ZEROS.cell_size)
+    writer = store.begin(ZEROS)
+    for stripe, cell in enumerate(cells):
+        if stripe % 2 and stripe != 21:
+            writer.write_zeros(stripe)
+        else:
+            writer.write_cell(stripe, cell, checksum.cell_hash(cell))
+    writer.finish(footer_of(ZEROS, cells))
+    status = os.stat(store.path_of(VID, 0))
+    assert status.st_blocks * 512 < 4 * ZEROS.cell_size < status.st_size
+    assert store.verify(VID, 0).ok
+    buffer = memoryview(bytearray(ZEROS.cell_size))
+    with store.open(VID, 0) as reader:
+        for stripe, cell in enumerate(cells):
+            assert buffer[: reader.read_cell(stripe, buffer)] == cell
+
+
+def test_a_put_of_zeros_goes_on_where_it_stopped(store: ShardStore) -> None:
+    cells = [bytes(ZEROS.cell_length(stripe)) for stripe in range(ZEROS.cell_count)]
+    cells[5] = os.urandom(ZEROS.cell_size)
+    writer = store.begin(ZEROS)
+    write(writer, cells, stop=10)
+    writer.suspend()
+    writer = store.begin(ZEROS)
+    assert writer.resume_stripe == 6  # the hole behind the last written cell is not in the file
+    write(writer, cells)
+    writer.finish(footer_of(ZEROS, cells))
+    assert store.verify(VID, 0).ok
+    with pytest.raises(ValueError, match="zeros"):
+        store.begin(HEADER).write_zeros(3)
+
+
+def test_no_space_is_needed_for_what_is_known_to_be_zeros(tmp_path: Path, index: AgentDatabase) -> None:
+    store = ShardStore(tmp_path / "small", index, free_bytes=lambda: 1 << 20)
+    with pytest.raises(StoreFull):
+        store.begin(ZEROS)
+    store.begin(ZEROS, hole_bytes=30 * ZEROS.cell_size).abandon()

@@ -320,3 +320,23 @@ async def test_a_second_attempt_goes_on_where_the_first_stopped(stage: Stage) ->
     shards = await stage.attempt().run(stage.first(5))
     assert stage.content_of(shards) == stage.content
     assert all(resume > 0 for _, _, resume in stage.opened)
+
+
+@pytest.mark.parametrize("fault", [None, (1, 9, AWAY), (3, -1, AWAY)])
+async def test_a_hole_is_neither_read_nor_stored(stage: Stage, fault: tuple[int, int, Exception] | None) -> None:
+    """Stripes that are holes, beside some that are so in part, and at the end."""
+    stage.faults = [fault] if fault else []
+    stripe, size = K * CELL, len(stage.content)
+    os.truncate(stage.path, 0)
+    os.truncate(stage.path, size)
+    with open(stage.path, "r+b") as file:
+        for at in (0, 3 * stripe + CELL, 6 * stripe - 1):
+            file.seek(at)
+            file.write(b"data")
+    os.sync()
+    stage.content = stage.path.read_bytes()
+    shards = await stage.attempt().run(stage.first(5))
+    assert stage.content_of(shards) == stage.content
+    for index, shard in enumerate(shards):
+        status = os.stat(stage.shard_stores[shard.store].path_of(VID, index))
+        assert status.st_blocks * 512 < status.st_size - 4 * CELL
