@@ -19,6 +19,7 @@ from ckptfs.cache.versions import Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.disk_reads import DiskReads
+from ckptfs.fs.disk_writes import DiskWrites
 from ckptfs.fs.file_content import MOVED_TRIES, FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
@@ -70,6 +71,7 @@ class FileOperations:
         self._reclaimer = reclaimer
         self._store = store
         self._disk = DiskReads()
+        self._disk_writes = DiskWrites()
         self._pages = KernelPages()
 
     def handlers(self) -> dict[int, Handler]:
@@ -244,7 +246,7 @@ class FileOperations:
         if flags & fuse.WRITE_KILL_SUIDGID and file.orphan is None:
             await self._records.clear_privileges(file.ino, await self._namespace.inode(file.ino))
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
-        written = await trio.to_thread.run_sync(os.pwrite, self._open_files.writing_descriptor(file), data, offset)
+        written = await self._disk_writes.write(self._open_files.writing_descriptor(file), data, offset)
         if file_flags & os.O_DSYNC and _is_direct(handle):  # else the kernel sends FSYNC after it
             await self._sync_durably(file)
         return fuse.WRITE_OUT.pack(written, 0)
