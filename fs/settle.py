@@ -178,6 +178,7 @@ class Settler:
             LocalCommit(r.candidate.ino, r.candidate.vid, r.size, r.root, r.cell_size, r.mtime_ns, True, r.blocks) for r in sealed
         ]
         sizes = {commit.vid: commit.size for commit in commits}
+        taken = {r.candidate.vid: min(r.size, r.blocks * 512) for r in sealed}  # of the drive: a hole takes nothing
         committed = await self._versions.commit_local(commits)
         for vid in committed.vids:
             file = file_of[vid]
@@ -186,7 +187,7 @@ class Settler:
             if file.replaced_segment is not None:
                 self._reclaimer.segment(file.replaced_segment, at_once=False)
                 file.replaced_segment = None
-        self._on_saved(sum(sizes[vid] for vid in committed.vids))
+        self._on_saved(sum(taken[vid] for vid in committed.vids))
         self._database.set_states([(FileState.LOCAL, sizes[vid], file_of[vid].ino, vid) for vid in committed.vids])
         for _, version in committed.freed:
             self._reclaimer.segment(version.segment, at_once=False)

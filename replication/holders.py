@@ -38,6 +38,9 @@ class PeerSink:
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         await self._stream.send_cell(stripe, cell, digest)
 
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        await self._stream.send_zeros(stripe, count)
+
     async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
         footer = ShardFooter(self._stream.header, own_table, content_table, self._ino, self._path_hint, self._revision)
         return await self._stream.finish(footer)

@@ -53,6 +53,9 @@ class OwnSink:
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         await self._store.put(self._writer.write_cell, stripe, cell, digest)
 
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        await self._store.put(self._writer.write_zeros, stripe, count)
+
     async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
         footer = ShardFooter(self._writer.header, own_table, content_table, self._ino, self._path_hint, self._revision)
         return await self._store.put(self._writer.finish, footer)

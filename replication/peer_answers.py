@@ -249,7 +249,7 @@ class PeerAnswers:
             if not isinstance(incoming.message, Cell):
                 return incoming
             if incoming.message.zeros and not incoming.payload_length:
-                writer.write_zeros(incoming.message.stripe)
+                writer.write_zeros(incoming.message.stripe, incoming.message.zeros)
             else:
                 cell = stream.receive_payload_in_thread(incoming, buffer)
                 writer.write_cell(incoming.message.stripe, cell, incoming.prelude.payload_hash)

@@ -122,10 +122,11 @@ class PutReady(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Cell(msgspec.Struct, array_like=True, frozen=True):
-    """One cell; the frame's payload hash is its hash. One of zeros may come to a holder without payload (`zeros`)."""
+    """One cell; the frame's payload hash is its hash. Without payload, to a holder, it is so many cells of zeros
+    (`zeros`) from that stripe on."""
 
     stripe: Number
-    zeros: bool = False
+    zeros: Number = 0
 
 
 class FooterPart(msgspec.Struct, array_like=True, frozen=True):

@@ -33,9 +33,16 @@ class PutStream:
             raise ValueError(f"cell {stripe} of {len(cell)} bytes, expected {self._next_stripe} of {length}")
         self._next_stripe += 1
         if length and digest == zero_hash(length):
-            await self._send(Cell(stripe, zeros=True), b"")
+            await self._send(Cell(stripe, 1), b"")
         elif length:
             await self._send(Cell(stripe), cell, digest)
+
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        """As `send_cell`, for so many cells of zeros from that stripe on."""
+        if stripe != self._next_stripe or count < 1:
+            raise ValueError(f"{count} cells of zeros from {stripe} on, expected {self._next_stripe}")
+        self._next_stripe += count
+        await self._send(Cell(stripe, count), b"")
 
     async def finish(self, footer: ShardFooter) -> bytes:
         """Complete the shard; returns the root of what the peer stored durably. The client is free again."""

@@ -97,20 +97,9 @@ class ShardWriter:
             raise ValueError(f"cell {stripe} of {len(cell)} bytes, expected {self._next_stripe} of {length}")
         if cell_hash(cell) != hash_:
             raise ShardDamaged(f"cell {stripe} doesn't match its hash")
-        self._append(stripe, None if hash_ == zero_hash(length) else cell, hash_)
-
-    def write_zeros(self, stripe: int) -> None:
-        """As `write_cell`, for a cell of zeros."""
-        length = self.header.cell_length(stripe)
-        if stripe != self._next_stripe or not length:
-            raise ValueError(f"cell {stripe} of zeros, expected {self._next_stripe} of {length} bytes")
-        self._append(stripe, None, zero_hash(length))
-
-    def _append(self, stripe: int, cell: Buffer | None, hash_: bytes) -> None:
-        length = self.header.cell_length(stripe)
         with self._mutex:
             self._check()
-            if self._complete is None and cell is not None:
+            if self._complete is None and hash_ != zero_hash(length):
                 offset = self.header.cell_offset(stripe)
                 self._write(cell, offset)
                 self.promised_bytes = max(0, self.promised_bytes - length)
@@ -119,6 +108,16 @@ class ShardWriter:
                     self._handed_over = offset + length
             self._table += hash_
             self._next_stripe = stripe + 1
+
+    def write_zeros(self, stripe: int, count: int = 1) -> None:
+        """As `write_cell`, for so many cells of zeros from that stripe on."""
+        if stripe != self._next_stripe or not 1 <= count <= self.header.cell_count - stripe:
+            raise ValueError(f"{count} cells of zeros from {stripe} on, expected {self._next_stripe} of {self.header.cell_count}")
+        last = stripe + count - 1
+        with self._mutex:
+            self._check()
+            self._table += zero_hash(self.header.cell_size) * (count - 1) + zero_hash(self.header.cell_length(last))
+            self._next_stripe = last + 1
 
     def finish(self, footer: ShardFooter) -> bytes:
         """Complete the shard and return its root: from then on it survives a power cut.

@@ -47,6 +47,9 @@ would hold up all others until the connection's own, much longer limit."""
 
 RETRY_SECONDS_MIN = 0.1
 
+HOLE_STRIPES_MAX = 1 << 14
+"""Of a larger hole so many stripes at once, so that nobody waits for the tables that are filled."""
+
 
 class AttemptVoid(Exception):
     """The version ended or its bytes changed while it was being protected; nothing was committed and nothing is lost."""
@@ -70,6 +73,9 @@ class ShardSink(Protocol):
 
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         """Hand over the next cell. The buffer is not used after the return. Raises `ReplicationError` or `OSError`."""
+
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        """As `send_cell`, for so many cells of zeros from this stripe on."""
 
     async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
         """Complete the shard durably; returns the root of what the holder stored."""
@@ -103,10 +109,12 @@ class _Lane:
 
 @dataclass
 class _LoadedStripe:
-    """A stripe's buffer on its way through the lanes; `users` counts those that are not done with it."""
+    """A stripe's buffer on its way through the lanes; `users` counts those that are not done with it. With `hole_count` it stands
+    for so many stripes that are holes, from its own number on; its cells are nothing then."""
 
     number: int
     buffer: memoryview
+    hole_count: int = 0
     cells: list[memoryview] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     ready: trio.Event = field(default_factory=trio.Event)
@@ -144,7 +152,6 @@ class StripedAttempt:
         self._geometry = geometry
         self._descriptor = descriptor
         self._holes = Holes(descriptor)
-        self._zero_cells = [memoryview(bytes(geometry.cell_size))] * geometry.shard_count
         self._zero_hashes = [zero_hash(geometry.cell_size)] * geometry.shard_count
         self._codec = codec
         self._threads = threads
@@ -307,8 +314,8 @@ class StripedAttempt:
 
             async def load(stripe: _LoadedStripe) -> None:
                 try:
-                    if self._is_hole(stripe.number):
-                        stripe.cells, stripe.hashes = self._zero_cells, self._zero_hashes
+                    if stripe.hole_count:
+                        stripe.hashes = self._zero_hashes
                     else:
                         stripe.cells, stripe.hashes = await self._threads.run(self._load, stripe.number, stripe.buffer)
                     self._check_again(stripe)
@@ -319,10 +326,12 @@ class StripedAttempt:
 
             async def load_all() -> None:
                 async with loaded_send:
-                    for number in range(first, stripe_count):
-                        stripe = _LoadedStripe(number, await free_receive.receive())
+                    number = first
+                    while number < stripe_count:
+                        stripe = _LoadedStripe(number, await free_receive.receive(), self._hole_count(number))
                         nursery.start_soon(load, stripe)
                         await loaded_send.send(stripe)
+                        number += stripe.hole_count or 1
 
             queues: list[trio.MemorySendChannel[_LoadedStripe]] = []
             for lane in lanes:
@@ -347,22 +356,33 @@ class StripedAttempt:
         self, lane: _Lane, stripes: trio.MemoryReceiveChannel[_LoadedStripe], done: Callable[[_LoadedStripe], None]
     ) -> None:
         async for stripe in stripes:
-            if lane.sink is not None and lane.next_stripe == stripe.number and stripe.number < lane.cell_count:
-                length = self._geometry.cell_length(stripe.number, lane.index)
+            end = stripe.number + (stripe.hole_count or 1)
+            if lane.sink is not None and stripe.number <= lane.next_stripe < min(end, lane.cell_count):
                 try:
-                    cell = stripe.cells[lane.index][:length]
-                    await self._unless_hung(lane, lane.sink.send_cell(stripe.number, cell, stripe.hashes[lane.index]))
+                    await self._unless_hung(lane, self._send(lane.sink, lane, stripe))
                 except (ReplicationError, OSError) as error:
                     await self._fail(lane, error)
                 else:
-                    lane.next_stripe += 1
+                    lane.next_stripe = end
                     lane.failing_since_seconds = None
             done(stripe)
 
-    def _is_hole(self, number: int) -> bool:
-        """Whether the stripe is whole and all of it a hole. Asks the file system for what it has in memory, so in no thread."""
-        length = self._geometry.data_shards * self._geometry.cell_size
-        return self._geometry.stripe_length(number) == length and self._holes.cover(number * length, length)
+    async def _send(self, sink: ShardSink, lane: _Lane, stripe: _LoadedStripe) -> None:
+        if stripe.hole_count:
+            await sink.send_zeros(lane.next_stripe, stripe.number + stripe.hole_count - lane.next_stripe)
+        else:
+            cell = stripe.cells[lane.index][: self._geometry.cell_length(stripe.number, lane.index)]
+            await sink.send_cell(stripe.number, cell, stripe.hashes[lane.index])
+
+    def _hole_count(self, number: int) -> int:
+        """How many stripes from this one on are whole and holes. Asks the file system for what it has in memory: in no thread."""
+        length, size = self._geometry.data_shards * self._geometry.cell_size, self._geometry.size
+        count = 0
+        while (number + count + 1) * length <= size and count < HOLE_STRIPES_MAX:
+            if not self._holes.cover((number + count) * length, length):
+                break
+            count += 1
+        return count
 
     def _load(self, number: int, buffer: memoryview) -> tuple[list[memoryview], list[bytes]]:
         """Read, encode and hash one stripe; runs in a thread. Returns its k+m cells and their hashes, empty for no cell."""
@@ -387,14 +407,15 @@ class StripedAttempt:
         return cells, [cell_hash(cell[:size]) if size else b"" for cell, size in zip(cells, lengths, strict=True)]
 
     def _check_again(self, stripe: _LoadedStripe) -> None:
-        before = self._hashes[stripe.number]
-        if before is None:
-            self._hashes[stripe.number] = stripe.hashes
-            self._unhashed_count -= 1
-            if not self._unhashed_count:
-                self._check_root()
-        elif before != stripe.hashes:
-            raise ContentChanged(f"stripe {stripe.number} changed between two readings")
+        for number in range(stripe.number, stripe.number + (stripe.hole_count or 1)):
+            before = self._hashes[number]
+            if before is None:
+                self._hashes[number] = stripe.hashes
+                self._unhashed_count -= 1
+                if not self._unhashed_count:
+                    self._check_root()
+            elif before != stripe.hashes:
+                raise ContentChanged(f"stripe {number} changed between two readings")
 
     def _check_root(self) -> None:
         if content_root(self._vid, self._geometry.size, self._geometry.cell_size, self._content_table()) != self._root:

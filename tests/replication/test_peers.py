@@ -587,3 +587,34 @@ async def test_nobody_listens() -> None:
     client = PeerClient(PlainTransport(), "127.0.0.1:1", ASKING)
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1 can't be reached: Connection refused"):
         await client.ping()
+
+
+async def test_a_hole_of_many_cells_is_one_message(node: Node) -> None:
+    header = ShardHeader(VID, 0, 1, 1, 64 << 10, 1 << 30)
+    cells = [b"x" * header.cell_size, *[bytes(header.cell_size)] * (header.cell_count - 1)]
+    with node.client() as client:
+        stream = await client.put_shard(header, hole_bytes=(1 << 30) - header.cell_size)
+        await stream.send_cell(0, cells[0], checksum.cell_hash(cells[0]))
+        await stream.send_zeros(1, header.cell_count - 1)
+        await stream.finish(footer_of(header, cells))
+        assert (await client.verify_shard(VID, 0)).ok
+        client.close()
+        assert client.sent_bytes < 2 << 20  # the cell, and the footer with its two tables
+
+
+@pytest.mark.parametrize("count", [0, -1])
+async def test_no_zeros_are_a_mistake(node: Node, count: int) -> None:
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        with pytest.raises(ValueError, match="zeros"):
+            await stream.send_zeros(0, count)
+        client.close()
+
+
+async def test_zeros_beyond_the_shard_are_refused(node: Node) -> None:
+    with node.client() as client:
+        stream = await client.put_shard(HEADER)
+        await stream.send_zeros(0, HEADER.cell_count + 1)
+        with pytest.raises(PeerRefused, match="cells of zeros"):
+            await stream.finish(footer_of(HEADER, cells_of(HEADER)))
+        client.close()

@@ -327,6 +327,9 @@ class InterruptedSink:
             await self._interrupted.happen()
         await self._sink.send_cell(stripe, cell, digest)
 
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        raise AssertionError("a repair sends what it has decoded")
+
     async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
         return await self._sink.finish(own_table, content_table)
 

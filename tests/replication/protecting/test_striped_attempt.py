@@ -55,6 +55,12 @@ class FlakySink:
             raise self._error
         await self._sink.send_cell(stripe, cell, digest)
 
+    async def send_zeros(self, stripe: int, count: int) -> None:
+        if self._fail_at in range(stripe, stripe + count):
+            await self._sink.send_zeros(stripe, 1)  # and then the connection is gone
+            raise self._error
+        await self._sink.send_zeros(stripe, count)
+
     async def finish(self, own_table: bytes, content_table: bytes) -> bytes:
         if self._fail_at == -1:
             raise self._error
