@@ -21,6 +21,9 @@ FOR_GOOD_STATUS = 3
 """A child's exit status where its next life could do no better: the supervisor ends the node, with the reason it left."""
 LOG_SIZE_BYTES_MAX = 16 << 20
 LOG_FILES_KEPT = 3
+DESCRIPTORS_WANTED = 1 << 17
+"""A tenth of what Linux allows one process by default (fs.nr_open)."""
+DESCRIPTORS_FEW = 12_000
 
 
 def start_log(directory: Path, role: str) -> None:
@@ -89,9 +92,20 @@ def is_ready(run: Path, role: str) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow as many descriptors as the system does; returns the limit."""
+    """Allow as many descriptors as the system does, root up to `DESCRIPTORS_WANTED`; returns the limit. The mount process has one
+    for each file that is open or not yet local: when it has no more, programs get EMFILE."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < DESCRIPTORS_WANTED:
+        with contextlib.suppress(ValueError, OSError):  # not root
+            resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS_WANTED, DESCRIPTORS_WANTED))
+            return DESCRIPTORS_WANTED
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < DESCRIPTORS_FEW:
+        logging.getLogger(__name__).warning(
+            "few_descriptors limit=%d: programs get EMFILE when about so many files are in use; raise the hard limit (ulimit -Hn,"
+            " LimitNOFILE=)",
+            hard,
+        )
     return hard
 
 

@@ -1,6 +1,8 @@
 """The handlers, asked directly on a real catalog and a real store: names, attributes, bytes, and what a kill leaves."""
 
+import errno
 import os
+import resource
 import stat
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -601,3 +603,23 @@ async def test_a_file_made_by_somebody_who_only_reads_it_becomes_local(node: Any
     assert await node.state(ino) is VersionState.LOCAL
     await node.release(fh)
     assert await node.content(ino) == b""
+
+
+async def test_out_of_descriptors_an_open_says_so_and_leaves_nothing(node: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [await node.create(b"%d" % number) for number in range(3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        refused = ""
+        while not refused and len(opened) < 100:
+            name = b"%d" % len(opened)
+            try:
+                opened.append(await node.create(name))
+            except OSError as error:
+                refused = errno.errorcode[error.errno or 0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert refused == "EMFILE"
+    assert await node.errno(node.lookup(ROOT, name)) == "ENOENT"
+    await node.release(*(fh for _, fh in opened))
+    await node.save(name, b"again")
