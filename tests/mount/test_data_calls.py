@@ -7,6 +7,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from ckptfs.fs.local_socket import call
 WALKS = int(os.environ.get("CKPTFS_WALKS", "3"))
 WALK_SEED = int(os.environ.get("CKPTFS_WALK_SEED", str(time.time_ns() % 1_000_000)))
 WALK_STEPS = 250
+OPEN_FILES = int(os.environ.get("CKPTFS_OPEN_FILES", "400"))
+"""10000 is the long run."""
 WALKER = Path(__file__).parent / "data_walker.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
@@ -264,6 +267,21 @@ def test_64_writers_in_many_files_and_in_one(sides: Sides) -> None:
         (sides.plain / f"file-{number}").write_bytes(bytes([number + 1]) * part)
     (sides.plain / "one").write_bytes(b"".join(bytes([number + 1]) * part for number in range(64)))
     sides.same_there()
+
+
+@pytest.mark.timeout(60 + OPEN_FILES // 20)
+def test_many_files_open_at_once(sides: Sides) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, OPEN_FILES + 1000), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        files = [stack.enter_context(open(sides.here / f"{number}", "w+b", buffering=0)) for number in range(OPEN_FILES)]
+        for number, file in enumerate(files):
+            file.write(b"%d" % number)
+        for number, file in enumerate(files):
+            assert os.pread(file.fileno(), 20, 0) == b"%d" % number
+    assert len(os.listdir(sides.there)) == OPEN_FILES
+    assert (sides.there / f"{OPEN_FILES - 1}").read_bytes() == b"%d" % (OPEN_FILES - 1)
 
 
 def test_what_is_read_again_is_in_memory_until_it_changes_wherever(sides: Sides) -> None:
