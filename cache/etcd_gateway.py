@@ -16,17 +16,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import h11
-import httpx
 import msgspec
 import trio
 
 from ckptfs.cache.errors import CatalogFull, CatalogUnavailable, SessionEnded
+from ckptfs.cache.http_connection import HttpConnection, HttpFailed
 
 log = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line a request
 
 WAIT_SECONDS_MAX = 30.0
 ATTEMPT_SECONDS_MAX = 5.0
@@ -34,7 +31,8 @@ CONNECT_SECONDS_MAX = 2.0
 RETRY_SECONDS_MIN = 0.02
 RETRY_SECONDS_MAX = 1.0
 ANSWER_BYTES_MAX = 64 << 20
-CONNECTIONS_MAX = 64
+CONNECTIONS_IDLE_MAX = 16
+OK = 200
 
 # gRPC status codes (grpc/doc/statuscodes.md)
 INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAUTHENTICATED = 3, 5, 8, 9, 16
@@ -183,21 +181,15 @@ class EtcdGateway:
         self._trust = trust
         self._user, self._password = user, password
         self._token = ""
-        limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
-        secure = any(url.startswith("https:") for url in urls)
-        transport = httpx.AsyncHTTPTransport(
-            verify=trust or (ssl.create_default_context() if secure else False),
-            limits=limits,
-            socket_options=_KEEPALIVE,
-            trust_env=False,
-        )
-        timeout = httpx.Timeout(ATTEMPT_SECONDS_MAX, connect=CONNECT_SECONDS_MAX)
-        self._client = httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False)
+        self._idle: list[tuple[str, HttpConnection]] = []
+        self._closed = False
 
     async def aclose(self) -> None:
         """Close the connections; running calls end with an error."""
+        self._closed = True
         with trio.CancelScope(shield=True):
-            await self._client.aclose()
+            while self._idle:
+                await self._idle.pop()[1].aclose()
 
     async def call(self, path: str, body: dict[str, Any], answer: type[Answer], *, once: bool = False) -> Answer:
         """Post the request; again, to the next member, while nothing but the way there failed.
@@ -208,15 +200,14 @@ class EtcdGateway:
         deadline = trio.current_time() + self.wait_seconds
         delay = RETRY_SECONDS_MIN
         while True:
-            try:
-                with trio.move_on_at(deadline):
+            last, unsent = "no answer in time", False
+            with trio.move_on_at(min(deadline, trio.current_time() + ATTEMPT_SECONDS_MAX)):
+                try:
                     return await self._attempt(path, body, answer)
-                last = "no answer in time"
-                unsent = False
-            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-                last, unsent = str(error) or type(error).__name__, True
-            except (httpx.HTTPError, _Retried) as error:
-                last, unsent = str(error) or type(error).__name__, False
+                except HttpFailed as failed:
+                    last, unsent = str(failed), not failed.sent
+                except _Retried as error:
+                    last = str(error)
             if once and not unsent:
                 raise OutcomeUnknown(last)
             self._url = next(self._urls)
@@ -230,11 +221,36 @@ class EtcdGateway:
 
     async def _attempt(self, path: str, body: dict[str, Any], answer: type[Answer]) -> Answer:
         await self._authenticate()
-        response = await self._client.post(self._url + path, content=msgspec.json.encode(body), headers=self._headers())
-        if response.status_code == httpx.codes.OK:
-            return _decoded(response.content, answer)
-        self._raise_for(_refusal(response.status_code, response.content))
+        status, content = await self._post(path, body)
+        if status == OK:
+            return _decoded(content, answer)
+        self._raise_for(_refusal(status, content))
         raise AssertionError("unreachable")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        connection = await self._connected()
+        url = self._url
+        try:
+            status = await connection.begin(path, msgspec.json.encode(body), self._headers())
+            content = await connection.rest(ANSWER_BYTES_MAX)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await connection.aclose()
+            raise
+        if self._closed or len(self._idle) >= CONNECTIONS_IDLE_MAX:
+            await connection.aclose()
+        else:
+            self._idle.append((url, connection))
+        return status, content
+
+    async def _connected(self) -> HttpConnection:
+        """A connection to the present member, one that is idle if there is one."""
+        while self._idle:
+            url, connection = self._idle.pop()
+            if url == self._url and connection.is_fresh():
+                return connection
+            await connection.aclose()
+        return await HttpConnection.open(self._url, self._trust, _KEEPALIVE, CONNECT_SECONDS_MAX)
 
     def _raise_for(self, refused: GatewayError) -> None:
         if refused.code == UNAUTHENTICATED and self._token:
@@ -251,11 +267,10 @@ class EtcdGateway:
     async def _authenticate(self) -> None:
         if not self._user or self._token:
             return
-        credentials = msgspec.json.encode({"name": self._user, "password": self._password})
-        response = await self._client.post(self._url + "/v3/auth/authenticate", content=credentials)
-        if response.status_code != httpx.codes.OK:
-            self._raise_for(_refusal(response.status_code, response.content))
-        self._token = _decoded(response.content, Token).token
+        status, content = await self._post("/v3/auth/authenticate", {"name": self._user, "password": self._password})
+        if status != OK:
+            self._raise_for(_refusal(status, content))
+        self._token = _decoded(content, Token).token
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": self._token} if self._token else {}
@@ -265,53 +280,29 @@ class EtcdGateway:
         """The answers to one watch request, from one member, until it breaks: then `CatalogUnavailable`."""
         try:
             await self._authenticate()
-            body = msgspec.json.encode({"create_request": request})
-            async with await _connected(self._url, self._trust) as connection:
-                stream = WatchStream(connection)
-                await stream.begin(urlsplit(self._url).netloc, body, self._headers())
-                if stream.status != httpx.codes.OK:
-                    self._raise_for(_refusal(stream.status, await stream.rest()))
-                yield stream
-        except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError, _Retried) as error:
+            connection = await HttpConnection.open(self._url, self._trust, _KEEPALIVE, CONNECT_SECONDS_MAX)
+            try:
+                with trio.fail_after(ATTEMPT_SECONDS_MAX):
+                    body = msgspec.json.encode({"create_request": request})
+                    status = await connection.begin("/v3/watch", body, self._headers())
+                if status != OK:
+                    self._raise_for(_refusal(status, await connection.rest(ANSWER_BYTES_MAX)))
+                yield WatchStream(connection)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await connection.aclose()
+        except (HttpFailed, trio.TooSlowError, _Retried) as error:
             self._url = next(self._urls)
             raise CatalogUnavailable(f"the watch of etcd ({self._members}) broke: {error or type(error).__name__}") from None
 
 
 class WatchStream:
-    """One answer of endless length, read message by message.
+    """One answer of endless length, read message by message, a line each."""
 
-    Over h11, not over httpx: the latter's streams are generators inside generators, which trio can't end in order.
-    """
-
-    def __init__(self, connection: trio.abc.Stream) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
-        self._http = h11.Connection(h11.CLIENT)
         self._pending = b""
         self._messages: deque[bytes] = deque()
-        self.status = 0
-
-    async def begin(self, host: str, body: bytes, headers: dict[str, str]) -> None:
-        """Send the request and read the answer's head."""
-        fields = [("Host", host), ("Content-Length", str(len(body))), *headers.items()]
-        with trio.fail_after(ATTEMPT_SECONDS_MAX):
-            for event in (h11.Request(method="POST", target="/v3/watch", headers=fields), h11.Data(body), h11.EndOfMessage()):
-                await self._connection.send_all(self._http.send(event) or b"")
-            answer = await self._event()
-        if not isinstance(answer, h11.Response):
-            raise _Retried("no answer")
-        self.status = answer.status_code
-
-    async def _event(self) -> Any:
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(bytes(await self._connection.receive_some()))
-        return event
-
-    async def rest(self) -> bytes:
-        """The whole body, where it has an end."""
-        found = b""
-        while isinstance(event := await self._event(), h11.Data) and len(found) < ANSWER_BYTES_MAX:
-            found += bytes(event.data)
-        return found
 
     async def answer(self) -> WatchAnswer:
         """The next one. Raises what says that there will be none."""
@@ -322,30 +313,13 @@ class WatchStream:
                     raise _Retried(message.error.text)
                 if message.result is not None:
                     return message.result
-            event = await self._event()
-            if not isinstance(event, h11.Data):
+            piece = await self._connection.piece()
+            if piece is None:
                 raise _Retried("the stream ended")
-            *lines, self._pending = (self._pending + bytes(event.data)).split(b"\n")
+            *lines, self._pending = (self._pending + piece).split(b"\n")
             if len(self._pending) > ANSWER_BYTES_MAX:
                 raise CatalogUnavailable(f"etcd sent a message of more than {ANSWER_BYTES_MAX} bytes")
             self._messages.extend(line for line in lines if line.strip())
-
-
-async def _connected(url: str, trust: ssl.SSLContext | None) -> trio.abc.Stream:
-    parts = urlsplit(url)
-    if parts.hostname is None:
-        raise CatalogUnavailable(f"{url!r} is no URL of an etcd member")
-    with trio.fail_after(CONNECT_SECONDS_MAX):
-        stream = await trio.open_tcp_stream(parts.hostname, parts.port or 2379)
-        for level, option, value in _KEEPALIVE:
-            stream.setsockopt(level, option, value)
-        if parts.scheme != "https":
-            return stream
-        secure = trio.SSLStream(
-            stream, trust or ssl.create_default_context(), server_hostname=parts.hostname, https_compatible=True
-        )
-        await secure.do_handshake()
-    return secure
 
 
 class _Retried(Exception):

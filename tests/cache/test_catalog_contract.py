@@ -10,6 +10,7 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_kv import (
     COMPARES_MAX,
     OPERATIONS_MAX,
@@ -333,6 +334,9 @@ async def test_any_history_is_what_a_mapping_says(
                     replayed[event.key] = event.value
             if transaction[-1].key == b"end":
                 break
+    for handle in handles:
+        if isinstance(handle, EtcdCatalog):  # whose connections are of this example's event loop
+            await handle.aclose()
     assert replayed.pop(b"end") == b""
     assert replayed == {key: entry.value for key, entry in content.items()}
 

@@ -219,7 +219,8 @@ async def test_another_etcd_or_an_older_state_is_refused(make_etcd: Callable[[],
         async with aclosing(catalog_of(proxy.url)) as fresh:
             await fresh.get(b"a")
         # The handle's kept connections end, as those of a member that goes do.
-        await kv._gateway._client._transport._pool.aclose()  # type: ignore[attr-defined]
+        while kv._gateway._idle:
+            await kv._gateway._idle.pop()[1].aclose()
         for call in (lambda: kv.get(b"a"), lambda: kv.transact([], [Put(b"a", b"")]), kv.revision):
             with pytest.raises(CatalogReplaced, match="Nothing is changed by it"):
                 await call()
