@@ -25,6 +25,8 @@ def examine(path: Path, *, seen_revision: int | None) -> None:
 
     Raises `StoreError` for a catalog that is foreign, newer, gone or older than that, `DamagedData` for a damaged one.
     """
+    if seen_revision is None and os.path.exists(f"{path}-journal"):
+        return  # SQLite was cut off in making it, and begins again when it is opened for writing
     if not _holds_anything(path):
         if seen_revision is not None:
             raise StoreError(f"the catalog {path} is gone or empty, and with it all names; {_BRING_BACK}")

@@ -26,6 +26,7 @@ import contextlib
 import enum
 import errno
 import logging
+import os
 import sqlite3
 import time
 from collections import deque
@@ -33,7 +34,9 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
+from ckptfs.cache.boot import boot_id, booted_at_seconds
 from ckptfs.cache.drive_refusal import copy_in_memory, is_refusal, refuses_writes
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
@@ -48,6 +51,9 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 RESERVE_BYTES = 1 << 20
 """What its log holds beyond its end for a full drive: some hundred files that are opened or become local between checkpoints."""
+
+BOOT_FACT = "boot_id"
+"""The boot in which it was written last."""
 
 CATALOG_FACT = "catalog_revision"
 """A revision of the catalog that was durable: one that ends before it is not the one this store's files belong to."""
@@ -187,6 +193,21 @@ def connect_mount_db(path: Path, *, read_only: bool) -> sqlite3.Connection:
         raise StoreError(f"{path} can't be opened ({error})") from None
 
 
+def _is_of_earlier_boot(path: Path) -> bool:
+    """Whether it was written last before this machine was started. Then it is no damage that its newest rows, which were never
+    synced, got to the drive out of their order."""
+    try:
+        with contextlib.closing(connect_mount_db(path, read_only=True)) as connection:
+            row = connection.execute("SELECT value FROM fact WHERE name = ?", (BOOT_FACT,)).fetchone()
+    except sqlite3.OperationalError:
+        row = None  # not even its tables are there
+    except sqlite3.Error:
+        return False
+    if row is None:
+        return os.stat(f"{path}-wal").st_mtime < booted_at_seconds()
+    return bytes(row[0]) != boot_id()
+
+
 def _no_room(path: Path) -> StoreError:
     return StoreError(f"{path}: no space is left on its file system; the node needs a little to start: free some")
 
@@ -198,7 +219,8 @@ class MountDatabase:
         """Open the database, making it if absent. Raises `DamagedData` for one that another may take the place of: damaged,
         shortened or of something else; `StoreError` for one of another format, or that can't be opened now."""
         try:
-            if log_is_cut(path):
+            cut = log_is_cut(path)
+            if cut and not _is_of_earlier_boot(path):
                 raise DamagedData(f"{path}-wal is damaged; {REMEDY}")
         except OSError as error:
             raise StoreError(f"{path} can't be opened: {error.strerror}") from None
@@ -221,6 +243,8 @@ class MountDatabase:
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             if damage := first_damage(self._connection):
                 raise DamagedData(f"{path} is damaged ({damage}); {REMEDY}")
+            if cut and not self.in_memory:  # else what lies behind the cut would be taken for damage of this boot
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.executescript(_SCHEMA)
             known = self.fact("format")
             if known is None:
@@ -260,7 +284,8 @@ class MountDatabase:
         committed, made = self.fact(COMMITTED_NOTE_FACT), self.fact(MADE_FACT)
         self._last_note = int(committed or b"0")
         try:
-            notes = RowNotes(self._path.with_name("mount.notes"), int(made or b"0"))
+            # Of this boot: a power cut takes committed rows back, and the numbers of their notes are given out again.
+            notes = RowNotes(self._path.with_name("mount.notes"), int(made or b"0") ^ crc32(boot_id()))
         except OSError as error:  # no room: then a little slower
             log.warning("no_notes path=%s error=%s", self._path, error)
             return
@@ -363,6 +388,10 @@ class MountDatabase:
     def remove_files(self, inos: Iterable[InodeNumber]) -> None:
         self._owe("DELETE FROM file WHERE ino = ?", [(ino,) for ino in inos])
 
+    def remove_row(self, row: FileRow) -> None:
+        """Remove the row, unless the inode has another by now."""
+        self._owe("DELETE FROM file WHERE ino = ? AND vid = ? AND state = ?", [(row.ino, row.vid, row.state)])
+
     def settle_debts(self) -> bool:
         """Make the changes that a full drive has put off, in their order; whether none is left.
 
@@ -438,9 +467,11 @@ class MountDatabase:
 
     def files(self) -> list[FileRow]:
         """Every row: bounded by what is in use or not yet protected."""
+        return self._rows("SELECT * FROM file ORDER BY exposed_ns")
+
+    def _rows(self, select: str) -> list[FileRow]:
         self.settle_debts()
-        rows = self._connection.execute("SELECT * FROM file ORDER BY exposed_ns").fetchall()
-        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in rows]
+        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in self._connection.execute(select)]
 
     def files_in_use(self) -> list[FileRow]:
         """The rows of files that are not just local: open, removed, or with handles. Bounded by what is in use."""

@@ -9,8 +9,9 @@ outlive the process, as a commit of the database does, and like it are not synce
     note     length u32, CRC-32 u32 of what follows, owner u64, number u64, msgpack [change, values]      little-endian
     file     notes of growing number from offset 0; what follows the last one is older
 
-`owner` is when the database was made: another's notes mean nothing. Numbers grow by one. The database remembers the newest one it
-has committed; notes that don't go on from there (a power cut took commits) are passed over.
+`owner` is when the database was made and in which boot it is written (a power cut takes committed rows back, and the numbers of
+their notes are given out again): another's notes mean nothing. Numbers grow by one. The database remembers the newest one it has
+committed; notes that don't go on from there (a power cut took commits) are passed over.
 """
 
 import errno

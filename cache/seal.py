@@ -4,7 +4,7 @@ The lease test (`segments.has_no_writer`) is the truth about writers; the caller
 truncations and removals that came meanwhile. A seal is void if either fails, or if the file's size or times moved while it
 was hashed; the bytes stay `open` and are tried again after the next close.
 
-Write order: fdatasync of the segment, then its directory, then the hash, then (the caller's) catalog transaction.
+Write order: fsync of the segment with its label, then its directory, then the hash, then (the caller's) catalog transaction.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ class Sealer:
         synced = []
         for candidate in quiet:
             try:
-                os.fdatasync(candidate.descriptor)
+                os.fsync(candidate.descriptor)  # with its label
                 synced.append(candidate)
             except OSError as error:
                 results.append(SealFailed(candidate, error))
@@ -97,7 +97,7 @@ class Sealer:
         That all of this was there at one moment is known when it is read again afterwards and has the same hashes.
         """
         try:
-            os.fdatasync(candidate.descriptor)
+            os.fsync(candidate.descriptor)
             self._segments.sync_directories([candidate.segment])
             before = os.fstat(candidate.descriptor)
             return self._hashed(candidate, before)

@@ -22,7 +22,7 @@ from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.file_identity import FileIdentity, file_identity
 from ckptfs.cache.holes import Holes, zero_hash
-from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId, new_segment_id
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId
 
 ATTRIBUTE = "user.ckptfs"
 SYNC_FAILED_ATTRIBUTE = "user.ckptfs.sync_failed"
@@ -42,11 +42,12 @@ class Segments:
     def check_usable(self) -> None:
         """Make a segment, label, lease, sync and remove it. Raises `StoreError` if the file system can't do one of these.
 
-        A drive without room for it is passed over: what is on it must be readable. One that a kill leaves is swept, for inode 0
-        never exists.
+        A drive without room for it is passed over: what is on it must be readable. One that a kill or a power cut leaves goes the
+        next time.
         """
-        segment = new_segment_id()
+        segment = SegmentId(bytes(ID_SIZE))
         try:
+            self.remove(segment)
             descriptor = self.create(segment, InodeNumber(0))
             try:
                 has_no_writer(descriptor)

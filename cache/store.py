@@ -44,6 +44,25 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_durably(path: Path, text: str, mode: int = 0o644) -> None:
+    """Make the file hold the text, or put it in an older one's place; it survives a power cut. Raises `OSError`."""
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def _make_directories(path: Path) -> None:
+    """Make the directory, and those above it, unless it exists; what is made survives a power cut."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in reversed(missing):
+        sync_directory(directory.parent)
+
+
 def _spread_subdirectories(directory: Path) -> None:
     """Have ext4 put each subdirectory into another block group, where it can be done: other file systems have no such flag, and
     no such need.
@@ -85,7 +104,7 @@ class StoreDirectory:
     def create_or_open(cls, path: Path, node: NodeId) -> "StoreDirectory":
         """Open the store, making it first if the directory is absent or empty. Raises `StoreError`."""
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_directories(path)
             empty = not any(entry for entry in os.listdir(path) if entry not in ("log", "lost+found", "store.json.new"))
             if empty:
                 cls(path, new_store_id(), node)._write_label()
@@ -101,7 +120,7 @@ class StoreDirectory:
             )
         for directory in (store.segments, store.shards, store.copies, store.run):
             try:
-                directory.mkdir(mode=0o700, exist_ok=True)
+                _make_directories(directory)
             except OSError as error:
                 raise StoreError(
                     f"{directory} can't be made: {error.strerror}; the store must lie where it can be written to"
@@ -154,13 +173,7 @@ class StoreDirectory:
         fields = {"format": FORMAT_VERSION, "store": self.store_id.hex(), "node": self.node}
         if self.cluster is not None:
             fields["cluster"] = self.cluster.hex()
-        temporary = self.path / "store.json.new"
-        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(json.dumps(fields) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.path / "store.json")
-        sync_directory(self.path)
+        write_durably(self.path / "store.json", json.dumps(fields) + "\n", 0o600)
 
     def acquire(self) -> int:
         """Take the store's lock and return its descriptor; held until every process that inherited it is gone.

@@ -332,9 +332,11 @@ class FileOperations:
         first = file.durable_vid != vid and file.orphan is None
 
         def run() -> None:
-            os.fdatasync(descriptor)
             if first:
+                os.fsync(descriptor)  # with its label
                 self._segments.sync_directories([segment])
+            else:
+                os.fdatasync(descriptor)
 
         try:
             await trio.to_thread.run_sync(run)
@@ -347,6 +349,21 @@ class FileOperations:
             file.durable_vid = vid
 
     # Removing
+
+    async def before_replacing(self, directory: InodeNumber, old: bytes, new_directory: InodeNumber, new: bytes) -> None:
+        """A rename is to come. What was synced and isn't local yet can't be fallen back to: so the file that takes its place is
+        synced first, as ext4 does it, else a power cut could leave neither of them (R1). Raises `OSError` if that fails."""
+        try:
+            _, replaced = await self._namespace.lookup(new_directory, new)
+            version = None if replaced.open is None else await self._versions.version(replaced.open)
+            if version is None or not version.durable or replaced.nlink > 1:
+                return
+            ino, _ = await self._namespace.lookup(directory, old)
+        except NoSuchName:
+            return
+        file = self._open_files.get(ino)
+        if file is not None and file.is_home and file.state is FileState.OPEN and file.durable_vid != file.vid:
+            await self._sync(file)
 
     async def replaced(self, removed: Removed) -> None:
         """A file was renamed over: as `removed`, and the protected version that is kept needs no segment here any more."""
@@ -378,7 +395,8 @@ class FileOperations:
                 self.ended((vid, version) for vid, version in removed.dead if version.segment != file.segment)
                 return
             self._open_files.drop(file)
-        self._database.remove_files([removed.ino])
+        # Not before the catalog's fact: it is the row that tells of a version to be dropped after a power cut.
+        self._reclaimer.when_durable(lambda: self._database.remove_files([removed.ino]))
         self.ended(removed.dead)
 
     def ended(self, dead: Iterable[tuple[Vid, Version]]) -> None:
@@ -392,7 +410,7 @@ class FileOperations:
         to: then it goes when that one is local."""
         segment: SegmentId | None = file.segment
         self._open_files.drop(file)
-        self._database.remove_files([file.ino])
+        self._reclaimer.when_durable(lambda: self._database.remove_files([file.ino]))
         if segment is not None and await self._versions.version(file.vid) is None:
             self._reclaimer.segment(segment, at_once=False)
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptfs.cache.store import write_durably
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.config import load_config, parse_config
@@ -81,9 +82,7 @@ class ClusterNode:
             directory.mkdir(mode=0o755, exist_ok=True)
         if settings.tls:
             self._write_certificates()
-        temporary = self.config.with_suffix(".new")
-        temporary.write_text(text)
-        temporary.rename(self.config)
+        write_durably(self.config, text)
 
     def config_text(self, settings: ClusterSettings) -> str:
         """What the node's configuration holds. Raises `ConfigurationError` for settings that can't be."""
@@ -258,7 +257,7 @@ class LocalCluster:
         if not self.is_one(self.directory):
             self._refuse_unfit_directory()
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / MARKER).write_text(json.dumps({"format": 1}) + "\n")
+            write_durably(self.directory / MARKER, json.dumps({"format": 1}) + "\n")
         with self._locked():
             present = {node.number for node in self.nodes}
             wanted = node_count if node_count is not None else (len(present) or 6)

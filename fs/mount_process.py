@@ -396,7 +396,7 @@ class MountProcess:
             case "state":
                 return {"ok": True, "states": await self._states([InodeNumber(ino) for ino in request["inos"]], lenient=True)}
             case "protected":
-                self._protected([Vid(vid) for vid in request["vids"]])
+                await self._protected([Vid(vid) for vid in request["vids"]])
                 return {"ok": True}
             case "switch_segment":
                 ino, vid, before = InodeNumber(request["ino"]), Vid(request["vid"]), SegmentId(request["before"])
@@ -445,7 +445,9 @@ class MountProcess:
             return None
         return {StoreId(bytes.fromhex(store["store"])) for store in answer["stores"] if store["live"]}
 
-    def _protected(self, vids: list[Vid]) -> None:
+    async def _protected(self, vids: list[Vid]) -> None:
+        """Their rows go: not before the catalog's fact, which the agent has committed, is durable."""
+        await self._kv.make_durable()
         self._database.set_protected(vids, in_use=self._open_files.protected(set(vids)))
         self._growing.protected(vids)
 

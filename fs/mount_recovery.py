@@ -3,22 +3,20 @@
 In the same boot the page cache is still there, so every segment is whole; handles and backing ids are the kernel's, and still
 good if the connection is the same one. After a power cut (another boot id) an open version without its durable mark is dropped:
 its name shows what it had before, or goes (R4). The work is bounded by what was in flight: files in use, and those whose record
-in the catalog changed after `mount.db` was last known to agree with it. Only after a power cut, or with a new database, every
-row is looked at.
+in the catalog changed after `mount.db` was last known to agree with it. Only with a new database every version is looked at.
 """
 
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
+from ckptfs.cache.boot import boot_id, booted_at_seconds
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import DamagedData, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, segment_made_at
-from ckptfs.cache.mount_db import AGREED_FACT, FileRow, FileState, MountDatabase, RemoteRow
+from ckptfs.cache.mount_db import AGREED_FACT, BOOT_FACT, FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -28,14 +26,6 @@ from ckptfs.fs.segment_holds import SegmentHolds, held_as
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
-
-BOOT_FACT = "boot_id"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def booted_at_seconds() -> float:
-    """When this machine was started, wall time."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class MountRecovery:
@@ -64,21 +54,23 @@ class MountRecovery:
         self._reclaimer = reclaimer
         self._holds = holds
         self._reopen = reopen
+        self._corrections: list[Callable[[], None]] = []
+        """Of rows: to be made when the catalog is durable."""
 
     async def run(self) -> None:
         self._database.take_over()
-        boot_id = BOOT_ID.read_bytes().strip()
+        this_boot = boot_id()
         known_boot_id = self._database.fact(BOOT_FACT)
-        power_was_cut = known_boot_id not in (None, boot_id)
+        power_was_cut = known_boot_id not in (None, this_boot)
         booted_at = booted_at_seconds() if known_boot_id is None else 0.0
         handles = self._database.handles()
         in_use = {handle.ino for handle in handles}
         restored = dropped = 0
-        if power_was_cut or known_boot_id is None:
-            await self._add_unknown()
         revision = await self._namespace.kv.revision()
-        everything = power_was_cut or known_boot_id is None
-        for row in self._database.files() if everything else await self._rows_in_doubt(revision):
+        changed = None if known_boot_id is None else await self._changed_inodes(revision)
+        if power_was_cut or known_boot_id is None:
+            await self._add_unknown(changed)
+        for row in self._rows_in_doubt(changed):
             if row.backing_id is not None and row.backing_id < 0:
                 self._open_files.give_back(-row.backing_id)
                 row = row._replace(backing_id=None)
@@ -99,7 +91,11 @@ class MountRecovery:
         for file in self._open_files:
             if file.state is FileState.OPEN and not file.writers:
                 self._settler.closed(file)
-        self._database.set_fact(BOOT_FACT, boot_id)
+        if self._corrections:
+            await self._versions.kv.make_durable()  # the catalog first: the rows tell of what is to be corrected in it
+            for correct in self._corrections:
+                correct()
+        self._database.set_fact(BOOT_FACT, this_boot)
         self._database.set_fact(AGREED_FACT, b"%d" % revision)
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
@@ -110,10 +106,14 @@ class MountRecovery:
 
     async def _restore(self, row: FileRow, *, in_use: bool, power_was_cut: bool) -> bool:
         """Take the row up; False if there is nothing to it any more, and then the row and its segment are gone."""
+        is_named = await self._has_name(row.ino)
+        if is_named and row.state is FileState.ORPHAN:  # the power cut took the removal of its last name
+            row = row._replace(state=FileState.OPEN, orphan=b"")
+            self._database.put_file(row)
         version = await self._versions.version(row.vid)
         if version is None and not row.orphan:
             row, version = await self._carried_on(row)
-        nameless = version is None or row.state is FileState.ORPHAN or not await self._has_name(row.ino)
+        nameless = version is None or not is_named
         if version is not None and version.state is VersionState.OPEN and power_was_cut and not version.durable:
             await self._versions.drop_open(row.ino, row.vid)
             log.warning(
@@ -121,11 +121,11 @@ class MountRecovery:
                 row.ino,
                 row.path_hint,
             )
-            return self._gone(row, row.segment)
+            return await self._gone(row, row.segment)
         if version is None and not in_use:
-            return self._gone(row, row.segment)
+            return await self._gone(row, row.segment)
         if nameless and not in_use:
-            return self._gone(row, None)  # the file that replaced it may fall back to these bytes
+            return await self._gone(row, None)  # the file that replaced it may fall back to these bytes
         if version is not None and version.state in (VersionState.LOCAL, VersionState.PROTECTED) and not in_use:
             self._sealed(row, version)
             return True
@@ -135,7 +135,7 @@ class MountRecovery:
             if version is not None and version.state is VersionState.OPEN:
                 await self._versions.drop_open(row.ino, row.vid)
                 log.error("segment_missing inode=%d segment=%s: the open version is dropped", row.ino, row.segment.hex())
-            return self._gone(row, None)
+            return await self._gone(row, None)
         state = FileState.ORPHAN if version is None or nameless else _STATES.get(version.state, FileState.PROTECTED)
         file = FileInUse(
             row.ino, state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
@@ -160,31 +160,40 @@ class MountRecovery:
             return True
         return True
 
-    async def _rows_in_doubt(self, revision: int) -> list[FileRow]:
-        """The rows that may not say what the catalog says, because the process was killed between the two."""
+    async def _changed_inodes(self, revision: int) -> set[InodeNumber] | None:
+        """Those whose rows may not say what the catalog says; None: any may."""
         agreed = self._database.fact(AGREED_FACT)
-        changed = None if agreed is None else await changed_inodes(self._namespace.kv, int(agreed), revision)
+        if agreed is None or int(agreed) > revision:
+            return None
+        return await changed_inodes(self._namespace.kv, int(agreed), revision)
+
+    def _rows_in_doubt(self, changed: set[InodeNumber] | None) -> list[FileRow]:
+        """Rows of files in use, and those that may not say what the catalog says, because of a kill or a power cut."""
         if changed is None:
             return self._database.files()
         rows = self._database.files_in_use()
         looked_up = (self._database.file(ino) for ino in changed - {row.ino for row in rows})
         return rows + [row for row in looked_up if row is not None]
 
-    async def _add_unknown(self) -> None:
-        """Rows for files of this store that the database does not have: it is new, or a power cut took its newest rows."""
-        known = {row.vid for row in self._database.files()}
-        versions = await self._versions.local_versions(self._store)
-        for vid, version in sorted(versions, key=lambda item: item[1].state is VersionState.OPEN):  # one row each, the open one's
-            if vid in known:
-                continue
-            try:
-                inode = await self._namespace.inode(version.ino)
-            except NoSuchName:
-                continue
-            if vid in (inode.cur, inode.open):
-                now = self._namespace.now_ns()
-                row = FileRow(version.ino, vid, version.segment, _STATES[version.state], version.size, now, None, b"")
-                self._database.put_file(row)
+    async def _add_unknown(self, changed: set[InodeNumber] | None) -> None:
+        """Rows for files of this store that the database does not have: it is new, or a power cut took its newest rows.
+
+        An inode has one row: that of what is being written, which a power cut may take, and not of what it falls back to.
+        """
+        if changed is None:
+            changed = {version.ino for _, version in await self._versions.local_versions(self._store)}
+        for ino in changed:
+            with contextlib.suppress(NoSuchName, DamagedData):
+                inode = await self._namespace.inode(ino)
+                for vid in (inode.open, inode.cur):
+                    version = None if vid is None else await self._versions.version(vid)
+                    if vid is None or version is None or version.home != self._store or version.state not in _STATES:
+                        continue
+                    known = self._database.file(ino)
+                    if known is None or known.vid != vid:
+                        state, now = _STATES[version.state], self._namespace.now_ns()
+                        self._database.put_file(FileRow(ino, vid, version.segment, state, version.size, now, None, b""))
+                    break
 
     async def _carried_on(self, row: FileRow) -> tuple[FileRow, Version | None]:
         """A file that was opened again, in the same segment, by a process that was killed before it could write that down."""
@@ -205,12 +214,24 @@ class MountRecovery:
     def _sealed(self, row: FileRow, version: Version) -> None:
         """A version that became local or protected before the database was told."""
         if version.state is VersionState.PROTECTED:
-            self._database.remove_files([row.ino])
+            self._corrections.append(lambda: self._database.remove_files([row.ino]))
         else:
-            self._database.put_file(row._replace(state=FileState.LOCAL, size=version.size, backing_id=None))
+            local = row._replace(state=FileState.LOCAL, size=version.size, backing_id=None)
+            self._corrections.append(lambda: self._database.put_file(local))
 
-    def _gone(self, row: FileRow, segment: SegmentId | None) -> bool:
-        self._database.remove_files([row.ino])
+    async def _gone(self, row: FileRow, segment: SegmentId | None) -> bool:
+        """What the row stood for is no more. What the file shows instead may be on this node only, and wait for protection."""
+        left: FileRow | None = None
+        with contextlib.suppress(NoSuchName, DamagedData):
+            vid = (await self._namespace.inode(row.ino)).cur
+            version = None if vid is None else await self._versions.version(vid)
+            if vid is not None and version is not None and version.state is VersionState.LOCAL and version.home == self._store:
+                left = row._replace(vid=vid, segment=version.segment, state=FileState.LOCAL, size=version.size)
+        if left is None:
+            self._corrections.append(lambda: self._database.remove_files([row.ino]))
+        else:
+            waiting = left._replace(backing_id=None, orphan=b"")
+            self._corrections.append(lambda: self._database.put_file(waiting))
         if segment is not None:
             self._reclaimer.segment(segment, at_once=False)
         return False

@@ -138,6 +138,8 @@ class NameOperations:
 
     async def _rename(self, header: RequestHeader, directory: int, names: memoryview, flags: int) -> bytes:
         old, new = fuse.split_names(names, 2)
+        if not flags & RenameFlags.EXCHANGE:
+            await self._files.before_replacing(InodeNumber(header.nodeid), old, InodeNumber(directory), new)
         renamed = await self._namespace.rename(InodeNumber(header.nodeid), old, InodeNumber(directory), new, RenameFlags(flags))
         if renamed.replaced is not None:
             await self._files.replaced(renamed.replaced)

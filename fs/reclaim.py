@@ -6,6 +6,7 @@ only keep the disk busy (leaving them made later writes ten times slower).
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 import trio
 
@@ -32,12 +33,18 @@ class Reclaimer:
         self._still_read: set[SegmentId] = set()
         self._at_once: list[SegmentId] = []
         self._after_barrier: list[SegmentId] = []
+        self._then: list[Callable[[], None]] = []
         self._work = trio.Event()
         self.removed_count = 0
 
     def segment(self, segment: SegmentId, *, at_once: bool) -> None:
         """Remove the segment: at once, or after everything the catalog has committed so far is durable."""
         (self._at_once if at_once else self._after_barrier).append(segment)
+        self._work.set()
+
+    def when_durable(self, then: Callable[[], None]) -> None:
+        """Call it as soon as everything the catalog has committed so far is durable."""
+        self._then.append(then)
         self._work.set()
 
     def is_still_read(self, segment: SegmentId) -> bool:
@@ -59,14 +66,18 @@ class Reclaimer:
         at_once = [*self._at_once, *self._still_read]
         self._at_once = []
         await self._remove_unread(at_once)
-        while self._after_barrier:
+        while self._after_barrier or self._then:
             batch, self._after_barrier = self._after_barrier, []
+            then, self._then = self._then, []
             try:
                 await self._kv.make_durable()
             except CatalogUnavailable:
                 self._after_barrier += batch
+                self._then += then
                 await trio.sleep(RETRY_SECONDS)
                 continue
+            for call in then:
+                call()
             await self._remove_unread(batch)
 
     async def _remove_unread(self, segments: list[SegmentId]) -> None:

@@ -115,9 +115,10 @@ class SegmentSweep:
                 return False
             if file is not None:
                 self._open_files.drop(file)
-            self._database.remove_files([row.ino])
+            self._reclaimer.when_durable(lambda: self._database.remove_row(row))
         log.info("file_let_go inode=%d segment=%s: removed or rewritten on another node", row.ino, row.segment.hex())
-        self._reclaimer.segment(row.segment, at_once=False)
+        if not await self._is_wanted(row.segment):
+            self._reclaimer.segment(row.segment, at_once=False)
         return True
 
     async def sweep_segments(self) -> int:

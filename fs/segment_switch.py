@@ -53,7 +53,7 @@ class SegmentSwitch:
         """The new segment, complete, on the drive and hashed again; nothing is left if it fails. In a thread."""
         descriptor = self._segments.create_from(segment, ino, os.fspath(copy.path), copy.identity)
         try:
-            os.fdatasync(descriptor)
+            os.fsync(descriptor)
             self._segments.sync_directories([segment])
             size, cell_size = os.fstat(descriptor).st_size, max(version.cell_size, 1)
             table = hash_cells(descriptor, cell_size, 0, -(-size // cell_size))

@@ -180,6 +180,10 @@ class Settler:
         sizes = {commit.vid: commit.size for commit in commits}
         taken = {r.candidate.vid: min(r.size, r.blocks * 512) for r in sealed}  # of the drive: a hole takes nothing
         committed = await self._versions.commit_local(commits)
+        try:  # before `mount.db` says so: what is local there isn't looked at after a crash
+            await self._versions.kv.make_durable()
+        except CacheError as error:
+            log.error("local_not_durable files=%d error=%s", len(committed.vids), error)
         for vid in committed.vids:
             file = file_of[vid]
             if file.vid == vid and file.state is FileState.OPEN:

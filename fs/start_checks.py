@@ -10,7 +10,7 @@ from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.sqlite_files import set_aside
-from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store import StoreDirectory, sync_directory
 from ckptfs.fs.config import ConfigurationError, NodeConfig
 from ckptfs.fs.process_start import write_pid_file
 from ckptfs.replication import small_copies
@@ -49,6 +49,8 @@ def check_store(store: StoreDirectory) -> int:
     Returns a revision that the catalog has had, 0 if none is known.
     """
     try:
+        for directory in (store.path, store.shards):  # made, perhaps, by a process that was killed before it synced them
+            sync_directory(directory)
         write_pid_file(store.run, "supervisor")
     except OSError as error:
         raise StoreError(f"the store {store.path} can't be written to: {error.strerror}; nothing was mounted") from None

@@ -42,6 +42,23 @@ def _refused(path: Path, kind: type[CacheError], words: str, seen_revision: int 
     assert _files(path) == before
 
 
+async def test_one_that_a_power_cut_left_half_made_is_begun_again(tmp_path: Path) -> None:
+    """SQLite makes a database with a journal to roll back, which is not done by reading it."""
+    path = tmp_path / "c.db"
+    with closing(sqlite3.connect(tmp_path / "whole.db", isolation_level=None)) as connection:
+        connection.execute("PRAGMA cache_size=1")
+        connection.execute("BEGIN")
+        connection.execute("CREATE TABLE t(x)")
+        connection.executemany("INSERT INTO t VALUES(?)", [(bytes(3000),)] * 50)  # so that it spills
+        shutil.copy(tmp_path / "whole.db", path)
+        shutil.copy(tmp_path / "whole.db-journal", f"{path}-journal")
+        connection.execute("ROLLBACK")
+    examine(path, seen_revision=None)
+    kv = SqliteCatalog.open(path, writer_label="test")
+    assert await kv.revision() == 0
+    await kv.aclose()
+
+
 async def test_a_new_catalog_and_a_whole_one(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
     examine(path, seen_revision=None)

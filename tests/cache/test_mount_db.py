@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.cache import boot
+from ckptfs.cache.boot import boot_id
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
 from ckptfs.cache.mount_db import (
+    BOOT_FACT,
     OWED_MAX,
     Exposure,
     FileRow,
@@ -23,6 +26,7 @@ from ckptfs.cache.mount_db import (
     WaitingVersion,
 )
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
+from ckptfs.cache.sqlite_files import log_is_cut
 
 
 def _id(number: int) -> bytes:
@@ -100,6 +104,19 @@ def test_what_was_noted_by_a_killed_process_is_committed_by_the_next(path: Path)
             next_one.take_over()
             assert next_one.handles() == [HandleRow(3, InodeNumber(5), 0, 1)]
             assert next_one.files() == [_row(5, backing_id=3), _row(6, backing_id=-4)]
+
+
+def test_what_was_noted_in_an_earlier_boot_means_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may take committed rows back, and a note of before would follow on one of after."""
+    killed = MountDatabase(path)
+    killed.take_over()
+    killed.put_handle(HandleRow(1, InodeNumber(5), 0, 1))
+    killed.close()
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr(boot, "BOOT_ID", tmp_path / "boot_id")
+    with closing(MountDatabase(path)) as database:
+        database.take_over()
+        assert database.handles() == []
 
 
 def test_no_more_than_some_changes_wait(path: Path) -> None:
@@ -301,6 +318,26 @@ def test_a_flipped_bit_in_its_log_is_noticed(path: Path, tmp_path: Path, part: f
     Path(f"{killed}-wal").write_bytes(log)
     with pytest.raises(DamagedData, match=r"mount\.db-wal is damaged"):
         MountDatabase(killed)
+
+
+def test_a_log_that_a_power_cut_left_out_of_order_is_no_damage(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its newest rows were never synced. What was is there, and what lies behind the gap is not found again after a kill."""
+    with closing(MountDatabase(path)) as database:
+        database.set_fact(BOOT_FACT, boot_id())
+    cut = _whole_log(path, tmp_path / "cut")
+    log = bytearray(Path(f"{cut}-wal").read_bytes())
+    log[32 + 14 * 4120 : 32 + 15 * 4120] = bytes(4120)
+    Path(f"{cut}-wal").write_bytes(log)
+    with pytest.raises(DamagedData):
+        MountDatabase(cut)
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr(boot, "BOOT_ID", tmp_path / "boot_id")
+    with closing(MountDatabase(cut)) as database:
+        assert 0 < len(database.files()) < 20
+        database.set_fact(BOOT_FACT, boot_id())
+        assert not log_is_cut(cut)
 
 
 def test_what_a_kill_left_in_its_log_is_taken_up(path: Path, tmp_path: Path) -> None:

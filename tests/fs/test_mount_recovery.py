@@ -10,13 +10,13 @@ import trio
 import trio.testing
 
 from ckptfs.cache.catalog_format import VersionState
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
-from ckptfs.cache.mount_db import FileState
+from ckptfs.cache.mount_db import BOOT_FACT, FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
-from ckptfs.fs.mount_recovery import BOOT_FACT
 from ckptfs.fs.open_files import Lane
 from ckptfs.fs.segment_sweep import SegmentSweep
 
@@ -223,6 +223,61 @@ async def test_after_a_power_cut_a_name_shows_what_it_had(start_node: StartNode,
     assert await node.content(shown.ino) == b"old"
 
 
+async def test_after_a_power_cut_what_was_rewritten_and_not_synced_shows_its_older_content_which_waits_again(
+    start_node: StartNode,
+) -> None:
+    """No program has it open: so it is the row in `mount.db` that tells of the version to be dropped."""
+    node = await start_node()
+    ino = await node.save(b"file", b"old")
+    before = node.database.file(InodeNumber(ino))
+    fh = await node.open(ino, os.O_WRONLY | os.O_TRUNC)
+    await node.write(fh, b"new content")
+    await node.release(fh)
+    node = await _killed(start_node, node, power_cut=True)
+    assert (await node.lookup(ROOT, b"file")).size == 3
+    assert await node.content(ino) == b"old"
+    assert await node.state(ino) is VersionState.LOCAL
+    after = node.database.file(InodeNumber(ino))
+    assert (after.vid, after.state, after.size) == (before.vid, FileState.LOCAL, 3)
+
+
+async def test_after_a_power_cut_that_took_the_removal_of_a_name_its_file_is_sealed(start_node: StartNode) -> None:
+    """`mount.db` has got to the drive further than the catalog: it says that the file has no name any more."""
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"synced")
+    await node.fsync(fh)
+    row = node.database.file(InodeNumber(ino))
+    node.database.put_file(row._replace(state=FileState.ORPHAN))
+    node.database.forget_handles()
+    node = await _killed(start_node, node, power_cut=True)
+    await node.settle()
+    assert await node.state(ino) is VersionState.LOCAL
+    assert await node.content(ino) == b"synced"
+    assert node.database.file(InodeNumber(ino)).state is FileState.LOCAL
+
+
+@pytest.mark.parametrize("links", [1, 2])
+async def test_what_was_synced_gives_way_to_nothing_less(start_node: StartNode, links: int) -> None:
+    """What is open can't be fallen back to, so what replaces it is synced; unless another name keeps it."""
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"synced")
+    await node.fsync(fh)
+    if links == 2:
+        await node.ask(Opcode.LINK, ROOT, fuse.LINK_IN.pack(ino) + b"other\0")
+    _, writing = await node.create(b"temporary")
+    await node.write(writing, b"never synced")
+    await node.rename(b"temporary", b"file")
+    node.database.forget_handles()
+    node = await _killed(start_node, node, power_cut=True)
+    if links == 1:
+        assert await node.content((await node.lookup(ROOT, b"file")).ino) == b"never synced"
+    else:
+        assert await node.errno(node.lookup(ROOT, b"file")) == "ENOENT"
+        assert await node.content(ino) == b"synced"
+
+
 async def test_after_a_power_cut_what_was_synced_is_there(start_node: StartNode) -> None:
     node = await start_node()
     ino, fh = await node.create(b"file")
@@ -268,6 +323,45 @@ async def test_rows_that_are_lost_are_made_again_from_the_catalog(start_node: St
     assert {row.ino for row in node.database.files()} == {local, synced}
     assert await node.content(local) == b"waits for protection"
     assert await node.content(synced) == b"content"
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+async def test_a_start_looks_at_what_was_in_flight_and_not_at_what_is_stored(
+    start_node: StartNode, power_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await start_node()
+    for number in range(200):
+        _, fh = await node.create(b"%d" % number)
+        await node.release(fh)
+    await node.settle()
+    sweep = _sweep(node)
+    await sweep.sweep_rows()
+    ino, fh = await node.create(b"in flight")
+    await node.write(fh, b"content")
+    await node.fsync(fh)
+    await sweep.sweep_rows()
+    node.database.forget_handles()
+    looked: list[bytes] = []
+    get, range_ = SqliteCatalog.get, SqliteCatalog.range
+
+    async def counted_get(self: SqliteCatalog, key: bytes) -> Any:
+        looked.append(key)
+        return await get(self, key)
+
+    async def counted_range(self: SqliteCatalog, prefix: bytes, **more: Any) -> Any:
+        entries = await range_(self, prefix, **more)
+        looked.extend(entry.key for entry in entries)
+        return entries
+
+    monkeypatch.setattr(SqliteCatalog, "get", counted_get)
+    monkeypatch.setattr(SqliteCatalog, "range", counted_range)
+    node = await _killed(start_node, node, power_cut=power_cut)
+    assert len(looked) < 30
+    monkeypatch.undo()
+    await node.settle()
+    assert await node.content(ino) == b"content"
+    assert await node.state(ino) is VersionState.LOCAL
+    assert len(node.database.files()) == 201
 
 
 async def test_rows_of_files_removed_meanwhile_go_with_their_segments(start_node: StartNode) -> None:

@@ -226,6 +226,7 @@ async def test_a_file_that_was_replaced_just_before_the_kill_is_no_longer_kept_f
         assert (await node.getattr(replaced)).nlink == 0
         assert node.database.file(InodeNumber(replaced)).state is FileState.ORPHAN
         await node.release(handle)
+    await node.reclaimer.drain()
     assert node.database.file(InodeNumber(replaced)) is None
     await node.write(fh, b"new")
     await node.release(fh)
