@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -271,9 +271,9 @@ class BareNode:
 StartNode = Callable[..., Awaitable[BareNode]]
 
 
-@pytest.fixture
-async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
-    """`await start_node("a")`: a node of that name; again with the name of a killed one, the next life of it."""
+@asynccontextmanager
+async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
+    """See `start_node`. Their stores and catalog lie in the directory."""
     nodes: list[BareNode] = []
     clients: list[LocalClient] = []
     now_ns = Clock()
@@ -364,12 +364,21 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
         )
         return nodes[-1]
 
-    yield start
-    for client in clients:
-        await client.aclose()
-    for node in nodes:
-        node.kill()
-        await node.kv.aclose()
+    try:
+        yield start
+    finally:
+        for client in clients:
+            await client.aclose()
+        for node in nodes:
+            node.kill()
+            await node.kv.aclose()
+
+
+@pytest.fixture
+async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
+    """`await start_node("a")`: a node of that name; again with the name of a killed one, the next life of it."""
+    async with bare_nodes(tmp_path) as start:
+        yield start
 
 
 StartAgent = Callable[[BareNode], Awaitable[Agent]]
