@@ -29,7 +29,7 @@ from ckptfs.replication.errors import ShardNotFound
 from file_promises import Promises
 from forgetful_drive import Event, ForgetfulDrive, events
 
-CUTS = int(os.environ.get("CKPTFS_POWER_CUTS", "120"))
+CUTS = int(os.environ.get("CKPTFS_POWER_CUTS", "90"))
 CUTS_EACH = 30
 SEED, _, ONLY = os.environ.get("CKPTFS_POWER_SEED", "1").partition("/")
 SEEDS = range(int(SEED), int(SEED) + (1 if ONLY else -(-CUTS // CUTS_EACH)))
