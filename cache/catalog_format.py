@@ -109,7 +109,7 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     `open` is the version being written; it becomes `cur` when its bytes are local. `prev_local` (a local version of the replaced
     file) is kept until this inode has a local one, so that a power cut shows the old content rather than none.
     `times_set_ns` is when another node than the writer set the times, else 0: they hold unless the segment was written since.
-    `prefix`, `prefix_next` and `prefix_holds`: see `prefixes`.
+    `prefix`, `prefix_next` and `prefix_holds`: see `prefixes`. `made_ns` is when it was made, 0 where that was not kept.
     `blocks` of 512 bytes is what the file took on its home's drive when `size` was recorded: fewer, if it has holes.
     """
 
@@ -141,10 +141,15 @@ class Inode(msgspec.Struct, array_like=True, frozen=True):
     prefix_next: Annotated[Vid, _ID] | None = None
     prefix_holds: bool = False
     blocks: int = BLOCKS_UNKNOWN
+    made_ns: int = 0
 
     def mtime_with(self, segment_mtime_ns: int) -> int:
         """The file's mtime, given that of the segment its writer has."""
         return self.mtime_ns if self.times_set_ns > segment_mtime_ns else segment_mtime_ns
+
+    def ctime_with(self, segment_mtime_ns: int) -> int:
+        """The file's ctime, given its segment's mtime at its writer: writing changes both, setting times the record alone."""
+        return self.ctime_ns if segment_mtime_ns == self.mtime_ns else max(self.ctime_ns, segment_mtime_ns)
 
     @property
     def is_directory(self) -> bool:

@@ -2,6 +2,7 @@
 
 import enum
 import stat
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -19,10 +20,16 @@ from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode
 from ckptfs.cache.errors import AttributesTooLarge, InvalidMove, NameExists, NameTooLong, NoSuchAttribute, NotPermitted
 from ckptfs.cache.ids import InodeNumber, StoreId
+from ckptfs.cache.posix_acl import ACCESS, Acl, after_chmod, is_mode_alone, mode_of, pack_acl
 
 XATTRS_SIZE_BYTES_MAX = 16 * 1024
 """All names and values of one inode together: they stand in its record, which every change rewrites. ext4 has 4 KiB."""
 
+
+CAPABILITY = b"security.capability"
+
+SECONDS_MIN, SECONDS_MAX = -(2**31), 2**34 - 2**31 - 1
+"""The first and the last second an inode can show, in 1901 and 2446, as on ext4, where the segments are."""
 
 CLOCK_TICK_NS = 10_000_000
 """By how much the clock that files are stamped with may lag behind (CLOCK_REALTIME_COARSE, 100 Hz)."""
@@ -37,7 +44,7 @@ class XattrFlags(enum.IntFlag):
 
 class AttributeChanges(NamedTuple):
     """What setattr changes; None leaves it. `mode` is the permission bits. `size` is given only by a caller that has changed the
-    bytes already. `ctime_ns` defaults to now."""
+    bytes already. `ctime_ns` defaults to now. `drops_capability`: the file's capabilities go."""
 
     mode: int | None = None
     uid: int | None = None
@@ -46,6 +53,7 @@ class AttributeChanges(NamedTuple):
     mtime_ns: int | None = None
     size: int | None = None
     ctime_ns: int | None = None
+    drops_capability: bool = False
 
 
 def applied(inode: Inode, changes: AttributeChanges, now_ns: int, store: StoreId | None = None) -> Inode:
@@ -54,9 +62,11 @@ def applied(inode: Inode, changes: AttributeChanges, now_ns: int, store: StoreId
     if changes.atime_ns is not None or changes.mtime_ns is not None:
         elsewhere = inode.writer is not None and store is not None and inode.writer.store != store
         times_set_ns = now_ns + CLOCK_TICK_NS if elsewhere else 0
+    xattrs = _without_capability(inode.xattrs) if changes.drops_capability else inode.xattrs
     return msgspec.structs.replace(
         inode,
         times_set_ns=times_set_ns,
+        xattrs=xattrs if changes.mode is None else after_chmod(xattrs, changes.mode),
         mode=inode.mode if changes.mode is None else stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode),
         uid=inode.uid if changes.uid is None else changes.uid,
         gid=inode.gid if changes.gid is None else changes.gid,
@@ -81,23 +91,66 @@ async def attempt_attributes(kv: KeyValue, ino: InodeNumber, changes: AttributeC
     return changed
 
 
-async def attempt_set_xattr(kv: KeyValue, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, now_ns: int) -> Inode:
-    """One attempt. Raises as `with_xattr`, and `NoSuchName`."""
-    inode, revision = await existing_inode(kv, ino)
-    return await _commit_record(kv, ino, revision, with_xattr(inode, ino, name, value, flags, now_ns))
+def moment_ns(seconds: int, nanoseconds: int) -> int:
+    """A time that was asked for, or the nearest an inode can show."""
+    if SECONDS_MIN < seconds < SECONDS_MAX:
+        return seconds * 10**9 + nanoseconds
+    return min(max(seconds, SECONDS_MIN), SECONDS_MAX) * 10**9
+
+
+def without_set_id(mode: int) -> int:
+    """The mode after a change of owner, and of a regular file after a write by somebody without CAP_FSETID."""
+    if stat.S_ISDIR(mode):
+        return mode
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _without_capability(xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: value for name, value in xattrs.items() if name != CAPABILITY} if CAPABILITY in xattrs else xattrs
+
+
+def without_privileges(inode: Inode, *, keeps_set_id: bool, now_ns: int = 0) -> Inode:
+    """The record after a write: capabilities go, and the set-id bits unless the writer has CAP_FSETID. The same object if there
+    is nothing of that."""
+    mode = inode.mode if keeps_set_id else without_set_id(inode.mode)
+    xattrs = _without_capability(inode.xattrs)
+    if mode == inode.mode and xattrs is inode.xattrs:
+        return inode
+    return msgspec.structs.replace(inode, mode=mode, xattrs=xattrs, ctime_ns=now_ns)
+
+
+def has_privileges(inode: Inode) -> bool:
+    """Whether a write may change more than bytes and times."""
+    return without_privileges(inode, keeps_set_id=False) is not inode
+
+
+def with_acl(inode: Inode, acl: Acl, now_ns: int, *, loses_setgid: bool) -> Inode:
+    """The record with this access control list: its mode is what that says, and the list is kept if it says more."""
+    xattrs = {name: value for name, value in inode.xattrs.items() if name != ACCESS}
+    if not is_mode_alone(acl):
+        xattrs[ACCESS] = pack_acl(acl)
+    mode = inode.mode & ~0o777 | mode_of(acl)
+    if loses_setgid:
+        mode &= ~stat.S_ISGID
+    if (mode, xattrs) == (inode.mode, inode.xattrs):
+        return inode
+    return msgspec.structs.replace(inode, mode=mode, xattrs=xattrs, ctime_ns=now_ns)
 
 
 def with_xattr(inode: Inode, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, now_ns: int) -> Inode:
     """The record with the attribute. Raises `NameExists` (CREATE), `NoSuchAttribute` (REPLACE), `AttributesTooLarge`,
-    `NameTooLong`, `InvalidMove` for flags that contradict each other."""
-    if flags not in (XattrFlags(0), XattrFlags.CREATE, XattrFlags.REPLACE):
-        raise InvalidMove(f"xattr flags {int(flags):#x} are unknown or contradict each other")
+    `NameTooLong`, `InvalidMove` for unknown flags."""
+    if int(flags) & ~3:
+        raise InvalidMove(f"xattr flags {int(flags):#x} are unknown")
     if len(name) > NAME_SIZE_MAX:
         raise NameTooLong(f"an attribute's name has {len(name)} bytes, at most {NAME_SIZE_MAX} are possible")
     if flags & XattrFlags.CREATE and name in inode.xattrs:
         raise NameExists(f"inode {ino} has an attribute {name!r}")
     if flags & XattrFlags.REPLACE and name not in inode.xattrs:
         raise NoSuchAttribute(f"inode {ino} has no attribute {name!r}")
+    if inode.xattrs.get(name) == value:
+        return inode
     xattrs = {**inode.xattrs, name: bytes(value)}
     size_bytes = sum(len(key) + len(content) for key, content in xattrs.items())
     if size_bytes > XATTRS_SIZE_BYTES_MAX:
@@ -105,10 +158,12 @@ def with_xattr(inode: Inode, ino: InodeNumber, name: bytes, value: bytes, flags:
     return msgspec.structs.replace(inode, xattrs=xattrs, ctime_ns=now_ns)
 
 
-async def attempt_remove_xattr(kv: KeyValue, ino: InodeNumber, name: bytes, now_ns: int) -> Inode:
-    """One attempt. Raises `NoSuchAttribute`, `NoSuchName`."""
+async def attempt_change(kv: KeyValue, ino: InodeNumber, change: Callable[[Inode], Inode]) -> Inode:
+    """One attempt to make a change of the record. Raises `NoSuchName`, and what `change` raises."""
     inode, revision = await existing_inode(kv, ino)
-    return await _commit_record(kv, ino, revision, without_xattr(inode, ino, name, now_ns))
+    changed = change(inode)
+    await commit(kv, [Unchanged(inode_key(ino), revision)], [Put(inode_key(ino), pack(changed))])
+    return changed
 
 
 def without_xattr(inode: Inode, ino: InodeNumber, name: bytes, now_ns: int) -> Inode:
@@ -117,8 +172,3 @@ def without_xattr(inode: Inode, ino: InodeNumber, name: bytes, now_ns: int) -> I
         raise NoSuchAttribute(f"inode {ino} has no attribute {name!r}")
     xattrs = {key: value for key, value in inode.xattrs.items() if key != name}
     return msgspec.structs.replace(inode, xattrs=xattrs, ctime_ns=now_ns)
-
-
-async def _commit_record(kv: KeyValue, ino: InodeNumber, revision: int, changed: Inode) -> Inode:
-    await commit(kv, [Unchanged(inode_key(ino), revision)], [Put(inode_key(ino), pack(changed))])
-    return changed

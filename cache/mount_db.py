@@ -10,12 +10,12 @@ Tables::
     prefix(ino, vid, segment, size, exposed_ns, path_hint)
                                               one row for each prefix of a file being written that waits for protection
 
-`state` is 1 open, 2 local (waits for protection), 3 protected, 4 removed from the namespace but still in use. `exposed_ns` is
-when its first unprotected byte may have been written, wall time. `fh` is the number of the request the handle was opened for.
-`backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was, or is about
-to be, closed. `orphan` is the packed inode record of a file in use whose last name is gone, else empty; its row's `size` is the
-number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that
-is read and of the inode, as they were when it was opened.
+`state` is 1 open, 2 local (waits for protection), 3 protected, 4 in use without a name: none is left, or none was given yet.
+`exposed_ns` is when its first unprotected byte may have been written, wall time. `fh` is the number of the request the handle was
+opened for. `backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was,
+or is about to be, closed. `orphan` is the packed record of a file in use without a name, else empty; its row's `size` is the
+number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that is read
+and of the inode, as they were when it was opened.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. What concerns
 handles is committed a little later, and until then is in `mount.notes` (`row_notes`). On a drive that takes no writes any more it

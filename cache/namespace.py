@@ -73,11 +73,11 @@ from ckptfs.cache.inode_changes import (
     AttributeChanges,
     XattrFlags,
     attempt_attributes,
-    attempt_remove_xattr,
-    attempt_set_xattr,
+    attempt_change,
 )
+from ckptfs.cache.posix_acl import DEFAULT, at_creation
 from ckptfs.cache.removal import Removed, attempt_unlink, remove_directory
-from ckptfs.cache.rename import Place, Renamed, RenameFlags, attempt_rename
+from ckptfs.cache.rename import Place, Renamed, RenameFlags, Whiteout, attempt_rename
 from ckptfs.cache.version_states import version_step
 
 __all__ = ["AttributeChanges", "Created", "DirectoryItem", "Namespace", "Removed", "RenameFlags", "Renamed", "XattrFlags"]
@@ -86,6 +86,18 @@ INODE_BLOCK_COUNT = 4096
 LINKS_MAX = 65_000  # as ext4
 
 Completion = Callable[[InodeNumber, Inode], tuple[Inode, list[Operation]]]
+
+
+def inherited(directory: Inode, mode: int, gid: int, umask: int) -> tuple[int, int, dict[bytes, bytes]]:
+    """What something has that is made in the directory with this mode, by somebody of this group: mode, group, attributes."""
+    if directory.mode & stat.S_ISGID:
+        gid = directory.gid
+        if stat.S_ISDIR(mode):
+            mode |= stat.S_ISGID
+    if stat.S_ISLNK(mode):
+        return mode, gid, {}
+    mode, xattrs = at_creation(directory.xattrs.get(DEFAULT), mode, umask, is_directory=stat.S_ISDIR(mode))
+    return mode, gid, xattrs
 
 
 class Created(NamedTuple):
@@ -209,7 +221,9 @@ class Namespace:
 
     async def nlink(self, ino: InodeNumber, inode: Inode) -> int:
         """The link count stat shows: a directory has one for its name, one for `.`, one for each subdirectory's `..`."""
-        return 2 + await self.kv.count(subdirectory_prefix(ino)) if inode.is_directory else inode.nlink
+        if not inode.is_directory or not inode.nlink:
+            return inode.nlink
+        return 2 + await self.kv.count(subdirectory_prefix(ino))
 
     async def readdir(self, directory: InodeNumber) -> list[DirectoryItem]:
         """All names at one revision, without `.` and `..`, in the order of their cookies.
@@ -233,7 +247,7 @@ class Namespace:
     # Making
 
     async def create_file(
-        self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, segment_id: SegmentId
+        self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, segment_id: SegmentId, umask: int = 0
     ) -> Created:
         """A new regular file, open for writing here; its bytes will be in this segment of the own store.
 
@@ -242,22 +256,50 @@ class Namespace:
         vid = self._make_vid()
 
         def complete(ino: InodeNumber, inode: Inode) -> tuple[Inode, list[Operation]]:
-            version = Version(FORMAT_VERSION, ino, VersionState.OPEN, self._writer.store, segment_id)
-            return msgspec.structs.replace(inode, writer=self._writer, open=vid), [version_step(vid, None, version)]
+            return self._opened(ino, inode, vid, segment_id, durable=False)
 
-        ino, inode = await self._make(parent, name, stat.S_IFREG | stat.S_IMODE(mode), uid, gid, complete)
+        ino, inode = await self._make(parent, name, stat.S_IFREG | stat.S_IMODE(mode), uid, gid, umask, complete)
         return Created(ino, inode, vid)
 
-    async def make_directory(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> tuple[InodeNumber, Inode]:
+    def _opened(
+        self, ino: InodeNumber, inode: Inode, vid: Vid, segment_id: SegmentId, *, durable: bool
+    ) -> tuple[Inode, list[Operation]]:
+        version = Version(FORMAT_VERSION, ino, VersionState.OPEN, self._writer.store, segment_id, durable=durable)
+        return msgspec.structs.replace(inode, writer=self._writer, open=vid), [version_step(vid, None, version)]
+
+    async def make_nameless(self, parent: InodeNumber, mode: int, uid: int, gid: int, umask: int) -> Created:
+        """What `create_file` would make in this directory, for a file that has no name yet: nothing is in the catalog before
+        `name_file`. Raises `NoSuchName`, `NotADirectory`."""
+        directory = await existing_directory(self.kv, parent)
+        mode, gid, xattrs = inherited(directory, stat.S_IFREG | stat.S_IMODE(mode), gid, umask)
+        now = self.now_ns()
+        inode = Inode(FORMAT_VERSION, mode, uid, gid, now, now, now, nlink=0, xattrs=xattrs, made_ns=now)
+        return Created(await self._new_number(), inode, self._make_vid())
+
+    async def name_file(self, nameless: Created, segment_id: SegmentId, parent: InodeNumber, name: bytes) -> Inode:
+        """Give a nameless file its first name; it is being written here, in this segment. Raises like `create_file`.
+
+        Precondition: the segment's bytes and its name are synced.
+        """
+        check_new_name(name)
+        ino, inode, vid = nameless
+        now = self.now_ns()
+        named, more = self._opened(ino, msgspec.structs.replace(inode, nlink=1, ctime_ns=now), vid, segment_id, durable=True)
+        await self._make_name(parent, name, ino, named, more)
+        return named
+
+    async def make_directory(
+        self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, umask: int = 0
+    ) -> tuple[InodeNumber, Inode]:
         """A new, empty directory; it takes its parent's set-group-id bit and fsync policy. Raises like `create_file`."""
 
         def complete(ino: InodeNumber, inode: Inode) -> tuple[Inode, list[Operation]]:
             return msgspec.structs.replace(inode, parent=parent), [Put(subdirectory_key(parent, ino), b"")]
 
-        return await self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), uid, gid, complete)
+        return await self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), uid, gid, umask, complete)
 
     async def make_node(
-        self, parent: InodeNumber, name: bytes, mode: int, rdev: int, uid: int, gid: int
+        self, parent: InodeNumber, name: bytes, mode: int, rdev: int, uid: int, gid: int, umask: int = 0
     ) -> tuple[InodeNumber, Inode]:
         """A new pipe, socket or device. Raises like `create_file`, and `NotPermitted` for kinds with methods of their own."""
         if stat.S_IFMT(mode) not in (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK):
@@ -266,7 +308,7 @@ class Namespace:
         def complete(_ino: InodeNumber, inode: Inode) -> tuple[Inode, list[Operation]]:
             return msgspec.structs.replace(inode, rdev=rdev), []
 
-        return await self._make(parent, name, mode, uid, gid, complete)
+        return await self._make(parent, name, mode, uid, gid, umask, complete)
 
     async def make_symlink(
         self, parent: InodeNumber, name: bytes, target: bytes, uid: int, gid: int
@@ -280,38 +322,43 @@ class Namespace:
         def complete(_ino: InodeNumber, inode: Inode) -> tuple[Inode, list[Operation]]:
             return msgspec.structs.replace(inode, target=target, size=len(target)), []
 
-        return await self._make(parent, name, stat.S_IFLNK | 0o777, uid, gid, complete)
+        return await self._make(parent, name, stat.S_IFLNK | 0o777, uid, gid, 0, complete)
 
     async def _make(
-        self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, complete: Completion
+        self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, umask: int, complete: Completion
     ) -> tuple[InodeNumber, Inode]:
         check_new_name(name)
         directory = await existing_directory(self.kv, parent)
-        if directory.mode & stat.S_ISGID:
-            gid = directory.gid
-            if stat.S_ISDIR(mode):
-                mode |= stat.S_ISGID
+        mode, gid, xattrs = inherited(directory, mode, gid, umask)
         ino = await self._new_number()
         now = self.now_ns()
         policy = directory.policy if stat.S_ISDIR(mode) else ""
-        inode, more = complete(ino, Inode(FORMAT_VERSION, mode, uid, gid, now, now, now, policy=policy))
+        inode, more = complete(
+            ino, Inode(FORMAT_VERSION, mode, uid, gid, now, now, now, xattrs=xattrs, policy=policy, made_ns=now)
+        )
+        await self._make_name(parent, name, ino, inode, more)
+        return ino, inode
+
+    async def _make_name(
+        self, parent: InodeNumber, name: bytes, ino: InodeNumber, inode: Inode, more: Sequence[Operation]
+    ) -> None:
         compares: list[Compare] = [Unchanged(entry_key(parent, name), 0), Present(inode_key(parent))]
         operations = [
-            entry_put(parent, name, ino, mode),
+            entry_put(parent, name, ino, inode.mode),
             Put(inode_key(ino), pack(inode)),
-            *await touched(self.kv, parent, now),
+            *await touched(self.kv, parent, inode.ctime_ns),
             *more,
         ]
 
-        async def attempt() -> tuple[InodeNumber, Inode]:
+        async def attempt() -> None:
             if (await self._changes.transact(compares, operations)).succeeded:
-                return ino, inode
+                return
             if await find_name(self.kv, parent, name) is not None:
                 raise NameExists(f"name {name!r} exists in directory {parent}")
             await existing_directory(self.kv, parent)
             raise Conflict
 
-        return await repeated(attempt)
+        await repeated(attempt)
 
     async def _new_number(self) -> InodeNumber:
         """A number that was never used. The block it is from is durably taken before the first of it is used, so that a power
@@ -370,7 +417,7 @@ class Namespace:
             raise IsADirectory(f"{name!r} is a directory")
         return await repeated(lambda: attempt_unlink(self._changes, parent, name, self.now_ns()))
 
-    async def rmdir(self, parent: InodeNumber, name: bytes) -> None:
+    async def rmdir(self, parent: InodeNumber, name: bytes) -> Removed:
         """Remove an empty directory. Raises `NoSuchName`, `NotADirectory`, `DirectoryNotEmpty`; `InvalidMove` for `.`."""
         check_name(name)
         if name == b".":
@@ -378,16 +425,18 @@ class Namespace:
         if name == b"..":
             raise DirectoryNotEmpty("a directory's parent is never empty")
 
-        async def attempt() -> None:
+        async def attempt() -> Removed:
             found = await existing_name(self.kv, parent, name)
             if not stat.S_ISDIR(found.entry.kind):
                 raise NotADirectory(f"name {name!r} in directory {parent} is not a directory")
-            plan = await remove_directory(self.kv, parent, found.entry.ino)
+            now = self.now_ns()
+            removed, plan = await remove_directory(self.kv, parent, found.entry.ino, now)
             await commit(
                 self._changes,
                 [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
-                [Delete(entry_key(parent, name)), *plan.operations, *await touched(self.kv, parent, self.now_ns())],
+                [Delete(entry_key(parent, name)), *plan.operations, *await touched(self.kv, parent, now)],
             )
+            return removed
 
         return await repeated(attempt)
 
@@ -398,14 +447,21 @@ class Namespace:
         new_parent: InodeNumber,
         new_name: bytes,
         flags: RenameFlags = RenameFlags(0),  # noqa: B008 (an immutable value)
+        owner: tuple[int, int] = (0, 0),
     ) -> Renamed:
-        """Move a name, replacing what is under the new one, or exchange the two.
+        """Move a name, replacing what is under the new one, or exchange the two. `owner`: user and group of a whiteout.
 
         Nothing happens if both lead to one inode. Raises `NoSuchName`, `NameExists` (NOREPLACE), `NotADirectory`, `IsADirectory`,
         `DirectoryNotEmpty`, `InvalidMove` for a directory below itself or impossible flags.
         """
         old, new = Place(old_parent, old_name), Place(new_parent, new_name)
-        return await repeated(lambda: attempt_rename(self._changes, old, new, RenameFlags(flags), self.now_ns()))
+        flags = RenameFlags(flags)
+        whiteout = None
+        if flags & RenameFlags.WHITEOUT:
+            uid, gid = owner
+            gid = inherited(await existing_directory(self.kv, old_parent), stat.S_IFCHR, gid, 0)[1]
+            whiteout = Whiteout(await self._new_number(), uid, gid)
+        return await repeated(lambda: attempt_rename(self._changes, old, new, flags, self.now_ns(), whiteout))
 
     # Attributes
 
@@ -414,16 +470,6 @@ class Namespace:
         inode = await repeated(lambda: attempt_attributes(self._changes, ino, changes, self.now_ns(), self._writer.store))
         return await self._with_times(ino, inode) if inode.is_directory else inode
 
-    async def set_xattr(
-        self,
-        ino: InodeNumber,
-        name: bytes,
-        value: bytes,
-        flags: XattrFlags = XattrFlags(0),  # noqa: B008 (an immutable value)
-    ) -> None:
-        """Raises `NameExists` (CREATE), `NoSuchAttribute` (REPLACE), `AttributesTooLarge`, `NameTooLong`, `NoSuchName`."""
-        await repeated(lambda: attempt_set_xattr(self._changes, ino, name, value, XattrFlags(flags), self.now_ns()))
-
-    async def remove_xattr(self, ino: InodeNumber, name: bytes) -> None:
-        """Raises `NoSuchAttribute`, `NoSuchName`."""
-        await repeated(lambda: attempt_remove_xattr(self._changes, ino, name, self.now_ns()))
+    async def change(self, ino: InodeNumber, change: Callable[[Inode], Inode]) -> Inode:
+        """Commit a change of an inode's record; `change` may be called repeatedly. Raises `NoSuchName`, and what it raises."""
+        return await repeated(lambda: attempt_change(self._changes, ino, change))

@@ -67,7 +67,12 @@ async def begin_prefix(kv: KeyValue, store: StoreId, ino: InodeNumber, open_vid:
         )
         ending = await end_versions(kv, [inode.prefix_next], 0)
         begun = msgspec.structs.replace(
-            inode, prefix_next=prefix.vid, size=prefix.size, blocks=BLOCKS_UNKNOWN, mtime_ns=inode.mtime_with(prefix.mtime_ns)
+            inode,
+            prefix_next=prefix.vid,
+            size=prefix.size,
+            blocks=BLOCKS_UNKNOWN,
+            mtime_ns=inode.mtime_with(prefix.mtime_ns),
+            ctime_ns=inode.ctime_with(prefix.mtime_ns),
         )
         operations = [*ending.plan.operations, version_step(prefix.vid, None, version), Put(inode_key(ino), pack(begun))]
         await commit(kv, [Unchanged(inode_key(ino), revision), *ending.plan.compares], operations)

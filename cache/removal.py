@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptfs.cache.catalog_format import (
+    DirectoryTimes,
     Inode,
     Version,
     VersionState,
@@ -20,6 +21,7 @@ from ckptfs.cache.catalog_format import (
     pack,
     subdirectory_key,
     times_key,
+    unpack,
     version_key,
 )
 from ckptfs.cache.catalog_kv import Delete, EmptyRange, KeyValue, Operation, Put, Unchanged
@@ -30,8 +32,8 @@ from ckptfs.cache.version_states import version_step
 
 
 class Removed(NamedTuple):
-    """What taking a name from a non-directory did. `inode_after` is as it stands now (`nlink` is 0 if this was the `last` name,
-    and the inode is gone then); `dead` are the versions that ended with it, as they were before."""
+    """What taking a name away did. `inode_after` is as it stands now (`nlink` is 0 if this was the `last` name, as a directory's
+    always is, and the inode is gone then); `dead` are the versions that ended with it, as they were before."""
 
     ino: InodeNumber
     inode_after: Inode
@@ -100,9 +102,18 @@ async def attempt_unlink(kv: KeyValue, parent: InodeNumber, name: bytes, now_ns:
     return removed
 
 
-async def remove_directory(kv: KeyValue, parent: InodeNumber, ino: InodeNumber) -> Plan:
-    """Remove a directory that is empty when the transaction runs. Raises `DirectoryNotEmpty` if it isn't now."""
+async def remove_directory(kv: KeyValue, parent: InodeNumber, ino: InodeNumber, now_ns: int) -> tuple[Removed, Plan]:
+    """Remove a directory that is empty when the transaction runs. Raises `DirectoryNotEmpty` if it isn't now; `Conflict` if it
+    is gone."""
     prefix = entry_prefix(ino)
     if await kv.range(prefix, limit=1):
         raise DirectoryNotEmpty(f"directory {ino} has entries")
-    return Plan([EmptyRange(prefix)], [Delete(inode_key(ino)), Delete(times_key(ino)), Delete(subdirectory_key(parent, ino))])
+    try:
+        inode, _ = await existing_inode(kv, ino)
+    except NoSuchName:
+        raise Conflict from None
+    times = await kv.get(times_key(ino))
+    mtime_ns = inode.mtime_ns if times is None else unpack(DirectoryTimes, times.value).mtime_ns
+    after = msgspec.structs.replace(inode, nlink=0, mtime_ns=mtime_ns, ctime_ns=now_ns)
+    plan = Plan([EmptyRange(prefix)], [Delete(inode_key(ino)), Delete(times_key(ino)), Delete(subdirectory_key(parent, ino))])
+    return Removed(ino, after, True, []), plan

@@ -13,6 +13,7 @@ import msgspec
 
 from ckptfs.cache.catalog_format import (
     DIRECTORY_MOVE_KEY,
+    FORMAT_VERSION,
     Inode,
     Version,
     VersionState,
@@ -22,7 +23,7 @@ from ckptfs.cache.catalog_format import (
     pack_number,
     subdirectory_key,
 )
-from ckptfs.cache.catalog_kv import Delete, KeyValue, Present, Put, Unchanged
+from ckptfs.cache.catalog_kv import Delete, KeyValue, Operation, Present, Put, Unchanged
 from ckptfs.cache.catalog_records import (
     Conflict,
     FoundName,
@@ -51,10 +52,19 @@ class RenameFlags(enum.IntFlag):
 
     NOREPLACE = 1
     EXCHANGE = 2
+    WHITEOUT = 4
+
+
+class Whiteout(NamedTuple):
+    """The inode that WHITEOUT leaves under the old name: a character device 0:0, as overlayfs wants it."""
+
+    ino: InodeNumber
+    uid: int
+    gid: int
 
 
 class Renamed(NamedTuple):
-    """`ino` moved. `replaced` says what that took from a file under the new name, None if there was none. `dead` are versions
+    """`ino` moved. `replaced` says what that took from what was under the new name, None if nothing was. `dead` are versions
     that the moved inode remembered from an earlier replacement and that gave way to the replaced file's, as they were before."""
 
     ino: InodeNumber
@@ -69,9 +79,12 @@ class Place(NamedTuple):
     name: bytes
 
 
-async def attempt_rename(kv: KeyValue, old: Place, new: Place, flags: RenameFlags, now_ns: int) -> Renamed:
-    """One attempt. Raises `Conflict` when something changed meanwhile, else what `Namespace.rename` does."""
-    if int(flags) not in (0, RenameFlags.NOREPLACE, RenameFlags.EXCHANGE):
+async def attempt_rename(
+    kv: KeyValue, old: Place, new: Place, flags: RenameFlags, now_ns: int, whiteout: Whiteout | None = None
+) -> Renamed:
+    """One attempt; `whiteout` with WHITEOUT. Raises `Conflict` when something changed meanwhile, else what `Namespace.rename`
+    does."""
+    if int(flags) & ~7 or (flags & RenameFlags.EXCHANGE and flags != RenameFlags.EXCHANGE):
         raise InvalidMove(f"rename flags {int(flags):#x} are unknown or contradict each other")
     for place in (old, new):
         check_name(place.name)
@@ -102,7 +115,7 @@ async def attempt_rename(kv: KeyValue, old: Place, new: Place, flags: RenameFlag
         plan = await _exchange(kv, old, source, new, target, now_ns)
         result = Renamed(source.entry.ino, None, [])
     else:
-        result, plan = await _replace(kv, old, source, new, target, now_ns)
+        result, plan = await _replace(kv, old, source, new, target, now_ns, whiteout)
     await commit(kv, [*compares, *plan.compares], [*operations, *plan.operations])
     return result
 
@@ -141,15 +154,19 @@ async def _ancestors(kv: KeyValue, directory: InodeNumber) -> set[InodeNumber]:
 
 
 async def _replace(
-    kv: KeyValue, old: Place, source: FoundName, new: Place, target: FoundName | None, now_ns: int
+    kv: KeyValue,
+    old: Place,
+    source: FoundName,
+    new: Place,
+    target: FoundName | None,
+    now_ns: int,
+    whiteout: Whiteout | None,
 ) -> tuple[Renamed, Plan]:
     ino = source.entry.ino
     inode, revision = await _inode_of(kv, source)
     inode, prefix = await without_prefix(kv, inode)
-    plan = Plan(
-        [Unchanged(inode_key(ino), revision), *prefix.plan.compares],
-        [Delete(entry_key(old.directory, old.name)), *prefix.plan.operations],
-    )
+    plan = Plan([Unchanged(inode_key(ino), revision), *prefix.plan.compares], [*_left(old, new, whiteout, now_ns)])
+    plan.operations.extend(prefix.plan.operations)
     plan.operations.append(entry_put(new.directory, new.name, ino, inode.mode))
     removed = None
     dead: list[tuple[Vid, Version]] = []
@@ -160,7 +177,7 @@ async def _replace(
         if target_is_directory and not inode.is_directory:
             raise IsADirectory(f"only a directory can replace {new.name!r}, which is one")
         if target_is_directory:
-            removal = await remove_directory(kv, new.directory, target.entry.ino)
+            removed, removal = await remove_directory(kv, new.directory, target.entry.ino, now_ns)
         else:
             inode, keep, dropped = await _remember_replaced(kv, inode, target)
             removed, removal = await remove_link(kv, target.entry.ino, now_ns, keep)
@@ -173,6 +190,16 @@ async def _replace(
     inode = _moved(plan, ino, inode, old.directory, new.directory)
     plan.operations.append(Put(inode_key(ino), pack(msgspec.structs.replace(inode, ctime_ns=now_ns))))
     return Renamed(ino, removed, dead), plan
+
+
+def _left(old: Place, new: Place, whiteout: Whiteout | None, now_ns: int) -> list[Operation]:
+    """What becomes of the old name."""
+    if whiteout is None:
+        return [Delete(entry_key(old.directory, old.name))]
+    ino, uid, gid = whiteout
+    inode = Inode(FORMAT_VERSION, stat.S_IFCHR, uid, gid, now_ns, now_ns, now_ns, made_ns=now_ns)
+    tie = 1 if old.directory == new.directory else 0
+    return [entry_put(old.directory, old.name, ino, inode.mode, tie), Put(inode_key(ino), pack(inode))]
 
 
 async def _remember_replaced(kv: KeyValue, inode: Inode, target: FoundName) -> tuple[Inode, list[Vid], list[Vid]]:

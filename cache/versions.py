@@ -334,7 +334,7 @@ class Versions:
             size=local.size,
             blocks=local.blocks,
             mtime_ns=inode.mtime_with(local.mtime_ns),
-            ctime_ns=max(inode.ctime_ns, local.mtime_ns),
+            ctime_ns=inode.ctime_with(local.mtime_ns),
             times_set_ns=0,
             writer=None if local.release_writer else inode.writer,
         )

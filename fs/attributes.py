@@ -5,6 +5,7 @@ kernel may keep nothing; otherwise the record has them.
 """
 
 import os
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,31 +17,49 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.removed_inodes import RemovedInodes
 
 BLOCK_SIZE_BYTES = 1 << 20
 """`st_blksize`: what buffered writers take as their buffer."""
 _SECOND_NS = 1_000_000_000
 
 
+class _Shown(NamedTuple):
+    """Times as seconds and nanoseconds; `valid`: how long the kernel may keep them."""
+
+    size: int
+    blocks: int
+    nlink: int
+    mtime: tuple[int, int]
+    ctime: tuple[int, int]
+    valid: tuple[int, int]
+
+
 class AttributeView:
     """Packs inodes for the kernel. `timeout_seconds` is how long it may keep what doesn't change on another node now."""
 
     def __init__(
-        self, namespace: Namespace, open_files: OpenFiles, remote: RemoteContent, store: StoreId, timeout_seconds: float
+        self,
+        namespace: Namespace,
+        open_files: OpenFiles,
+        removed: RemovedInodes,
+        remote: RemoteContent,
+        store: StoreId,
+        timeout_seconds: float,
     ) -> None:
         self._namespace = namespace
         self._open_files = open_files
         self._remote = remote
         self._store = store
+        self._removed = removed
         self._valid = divmod(int(timeout_seconds * _SECOND_NS), _SECOND_NS)
 
     def written_elsewhere(self, inode: Inode) -> bool:
         """Whether another node accepts writes of this inode now."""
         return inode.writer is not None and inode.writer.store != self._store
 
-    async def attributes(self, ino: InodeNumber, inode: Inode) -> tuple[bytes, tuple[int, int]]:
-        """The packed attributes, and how long they are valid (seconds, nanoseconds)."""
-        size, mtime_ns, ctime_ns, atime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.atime_ns, inode.blocks
+    async def _shown(self, ino: InodeNumber, inode: Inode) -> _Shown:
+        size, mtime_ns, ctime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.blocks
         valid = self._valid
         nlink = inode.nlink
         if inode.is_directory:
@@ -51,21 +70,24 @@ class AttributeView:
             if file is not None and file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
                 assert file.descriptor is not None
                 status = os.fstat(file.descriptor)
-                size, mtime_ns, blocks = status.st_size, inode.mtime_with(status.st_mtime_ns), status.st_blocks
-                ctime_ns, atime_ns = max(ctime_ns, status.st_ctime_ns), max(atime_ns, status.st_atime_ns)
+                size, blocks = status.st_size, status.st_blocks
+                mtime_ns, ctime_ns = inode.mtime_with(status.st_mtime_ns), inode.ctime_with(status.st_mtime_ns)
             elif self.written_elsewhere(inode):
                 opened = (Vid(b""), None) if file is None else (file.vid, file.remote)
                 remote = await self._remote.attributes(ino, *opened)
-                size, mtime_ns, blocks = remote.size, inode.mtime_with(remote.mtime_ns), remote.blocks
-                ctime_ns = max(ctime_ns, remote.mtime_ns)
+                size, blocks = remote.size, remote.blocks
+                mtime_ns, ctime_ns = inode.mtime_with(remote.mtime_ns), inode.ctime_with(remote.mtime_ns)
                 valid = (0, 0)
         elif inode.target:
             size = len(inode.target)
         if blocks < 0:
             blocks = -(-size // 4096) * 8
-        atime, atime_nsec = divmod(atime_ns, _SECOND_NS)
-        mtime, mtime_nsec = divmod(mtime_ns, _SECOND_NS)
-        ctime, ctime_nsec = divmod(ctime_ns, _SECOND_NS)
+        return _Shown(size, blocks, nlink, divmod(mtime_ns, _SECOND_NS), divmod(ctime_ns, _SECOND_NS), valid)
+
+    async def attributes(self, ino: InodeNumber, inode: Inode) -> tuple[bytes, tuple[int, int]]:
+        """The packed attributes, and how long they are valid (seconds, nanoseconds)."""
+        size, blocks, nlink, (mtime, mtime_nsec), (ctime, ctime_nsec), valid = await self._shown(ino, inode)
+        atime, atime_nsec = divmod(inode.atime_ns, _SECOND_NS)
         packed = fuse.ATTRIBUTES.pack(
             ino,
             size,
@@ -86,6 +108,38 @@ class AttributeView:
         )
         return packed, valid
 
+    async def statx(self, ino: InodeNumber, inode: Inode) -> bytes:
+        """A `fuse_statx_out`: what STATX answers."""
+        size, blocks, nlink, mtime, ctime, (seconds, nanoseconds) = await self._shown(ino, inode)
+        mask = fuse.STATX_BASIC | (fuse.STATX_BIRTH if inode.made_ns else 0)
+        packed = fuse.STATX.pack(
+            mask,
+            BLOCK_SIZE_BYTES,
+            0,
+            nlink,
+            inode.uid,
+            inode.gid,
+            inode.mode,
+            0,
+            ino,
+            size,
+            blocks,
+            0,
+            *divmod(inode.atime_ns, _SECOND_NS),
+            0,
+            *divmod(inode.made_ns, _SECOND_NS),
+            0,
+            *ctime,
+            0,
+            *mtime,
+            0,
+            os.major(inode.rdev),
+            os.minor(inode.rdev),
+            0,
+            0,
+        )
+        return fuse.STATX_OUT.pack(seconds, nanoseconds, 0) + packed
+
     async def entry(self, ino: InodeNumber, inode: Inode) -> bytes:
         """A `fuse_entry_out`: what LOOKUP and everything that makes a name answer."""
         packed, (seconds, nanoseconds) = await self.attributes(ino, inode)
@@ -104,6 +158,8 @@ class AttributeView:
         try:
             return await self._namespace.inode(ino)
         except InodeGone:
+            if (removed := self._removed.get(ino)) is not None:
+                return removed
             if file is None or file.record is None or not file.handles:
                 raise
             return msgspec.structs.replace(file.record, nlink=0)  # removed on another node

@@ -53,9 +53,9 @@ class FileContent:
 
     # Making
 
-    async def make(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> tuple[FileInUse, Inode]:
+    async def make(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, umask: int) -> tuple[FileInUse, Inode]:
         segment = new_segment_id()
-        ino, inode, vid = await self._namespace.create_file(parent, name, mode, uid, gid, segment)
+        ino, inode, vid = await self._namespace.create_file(parent, name, mode, uid, gid, segment, umask)
         try:
             descriptor = self._segments.create(segment, ino)
         except OSError:

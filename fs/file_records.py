@@ -5,23 +5,26 @@ and nothing may be sealed in between.
 """
 
 import os
-import stat
+from collections.abc import Callable
+from functools import partial
 
 from ckptfs.cache.catalog_format import Inode
 from ckptfs.cache.ids import InodeNumber
-from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags, applied, with_xattr, without_xattr
+from ckptfs.cache.inode_changes import AttributeChanges, applied, without_privileges
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs.open_files import FileInUse, OpenFiles
+from ckptfs.fs.removed_inodes import RemovedInodes
 
 
 class FileRecords:
     """Raises what `Namespace` raises. `unique` is the number of the request a change is for: a file without a name notes it in
     its row, for the catalog has no note of it (`repeats`)."""
 
-    def __init__(self, namespace: Namespace, open_files: OpenFiles, database: MountDatabase) -> None:
+    def __init__(self, namespace: Namespace, open_files: OpenFiles, removed: RemovedInodes, database: MountDatabase) -> None:
         self._namespace = namespace
         self._open_files = open_files
+        self._removed = removed
         self._database = database
 
     async def change(self, ino: InodeNumber, changes: AttributeChanges, unique: int = 0) -> Inode:
@@ -37,6 +40,8 @@ class FileRecords:
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
             return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()), unique)
+        if (removed := self._removed.get(ino)) is not None:
+            return self._removed.change(ino, applied(removed, changes, self._namespace.now_ns()))
         return await self._namespace.set_attributes(ino, changes)
 
     def _set_times(self, ino: InodeNumber, changes: AttributeChanges) -> None:
@@ -51,39 +56,24 @@ class FileRecords:
             os.utime(file.descriptor, ns=times)
             file.generation += 1
 
-    async def clear_privileges(self, ino: InodeNumber, inode: Inode) -> None:
-        """What a write by an ordinary user does to set-user-id and set-group-id bits. Passthrough writes don't come here one by
-        one, so it is done when the file is opened for writing."""
-        mode = without_privileges(inode.mode)
-        if mode != inode.mode:
-            await self._namespace.set_attributes(ino, AttributeChanges(mode=mode))
+    async def clear_privileges(self, ino: InodeNumber, inode: Inode, *, keeps_set_id: bool) -> Inode:
+        """What writing does beyond the bytes: see `without_privileges`. The record afterwards."""
+        if without_privileges(inode, keeps_set_id=keeps_set_id) is inode:
+            return inode
+        return await self.update(ino, partial(without_privileges, keeps_set_id=keeps_set_id, now_ns=self._namespace.now_ns()))
 
-    async def set_xattr(self, ino: InodeNumber, name: bytes, value: bytes, flags: XattrFlags, unique: int = 0) -> None:
-        """As `Namespace.set_xattr`."""
+    async def update(self, ino: InodeNumber, change: Callable[[Inode], Inode], unique: int = 0) -> Inode:
+        """Make a change of the record that has nothing to do with bytes or their times; the record afterwards. Raises what
+        `change` raises."""
         file = self._open_files.get(ino)
-        if file is None or file.orphan is None:
-            await self._namespace.set_xattr(ino, name, value, flags)
-        else:
-            self._keep_orphan(file, with_xattr(file.orphan, ino, name, value, flags, self._namespace.now_ns()), unique)
-
-    async def remove_xattr(self, ino: InodeNumber, name: bytes, unique: int = 0) -> None:
-        """As `Namespace.remove_xattr`."""
-        file = self._open_files.get(ino)
-        if file is None or file.orphan is None:
-            await self._namespace.remove_xattr(ino, name)
-        else:
-            self._keep_orphan(file, without_xattr(file.orphan, ino, name, self._namespace.now_ns()), unique)
+        if file is not None and file.orphan is not None:
+            return self._keep_orphan(file, change(file.orphan), unique)
+        if (removed := self._removed.get(ino)) is not None:
+            return self._removed.change(ino, change(removed))
+        return await self._namespace.change(ino, change)
 
     def _keep_orphan(self, file: FileInUse, record: Inode, unique: int) -> Inode:
         file.orphan = record
         if file.is_home:
             self._database.put_file(self._open_files.row(file, unique))
         return record
-
-
-def without_privileges(mode: int) -> int:
-    """The mode after a write by somebody without CAP_FSETID."""
-    if not stat.S_ISREG(mode):
-        return mode
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode

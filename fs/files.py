@@ -1,16 +1,19 @@
 """Operations on a regular file: making, opening, reading, changing, syncing, closing it, and what removal does to bytes."""
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
 from collections.abc import Iterable
 
+import msgspec
 import trio
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
-from ckptfs.cache.errors import NameExists, NameMoved, NoSuchName
+from ckptfs.cache.errors import InodeGone, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.cache.inode_changes import has_privileges
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.removal import Removed
@@ -30,6 +33,7 @@ from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import ContentGone
 from ckptfs.fs.remote_files import RemoteFiles
+from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ class FileOperations:
         records: FileRecords,
         content: FileContent,
         elsewhere: RemoteFiles,
+        removed: RemovedInodes,
         settler: Settler,
         growing: GrowingFiles,
         reclaimer: Reclaimer,
@@ -66,6 +71,7 @@ class FileOperations:
         self._records = records
         self._content = content
         self._elsewhere = elsewhere
+        self._removed = removed
         self._settler = settler
         self._growing = growing
         self._reclaimer = reclaimer
@@ -90,15 +96,15 @@ class FileOperations:
     # Making
 
     async def create(self, header: RequestHeader, body: memoryview) -> bytes:
-        flags, mode, _umask, _ = fuse.CREATE_IN.unpack_from(body)
+        flags, mode, umask, open_flags = fuse.CREATE_IN.unpack_from(body)
         name = bytes(body[fuse.CREATE_IN.size : -1])
         parent = InodeNumber(header.nodeid)
         if (repeated := self._open_files.opened_before(header.unique)) is not None:
             ino = repeated.file.ino
-            return await self._view.entry(ino, await self._view.current(ino)) + await self._opened(repeated)
+            return await self._view.entry(ino, await self._view.current(ino)) + await self.opened(repeated)
         while True:
             try:
-                file, inode = await self._content.make(parent, name, mode, header.uid, header.gid)
+                file, inode = await self._content.make(parent, name, mode, header.uid, header.gid, umask)
                 break
             except NameExists:
                 ino, inode = await self._namespace.lookup(parent, name)
@@ -107,28 +113,28 @@ class FileOperations:
                 if flags & os.O_EXCL:
                     raise
                 # Another node made the name after this kernel had looked it up.
-                handle = await self._open(header, ino, flags)
-                return await self._view.entry(ino, inode) + await self._opened(handle)
+                handle = await self._open(header, ino, flags, open_flags)
+                return await self._view.entry(ino, inode) + await self.opened(handle)
         try:
-            handle = self._open_files.open_handle(header.unique, file, flags, store_row=True)
+            handle = self._open_files.open_handle(header.unique, file, flags, store_row=True, serve=has_privileges(inode))
         except OSError:
             self.removed(await self._namespace.unlink(parent, name))
             raise
         if not handle.writable:  # no close of a writer will say that nobody writes to it
             self._settler.closed(file)
-        return await self._view.entry(file.ino, inode) + await self._opened(handle)
+        return await self._view.entry(file.ino, inode) + await self.opened(handle)
 
-    def _open_handle_for_writing(self, unique: int, file: FileInUse, flags: int) -> Handle:
+    def _open_handle_for_writing(self, unique: int, file: FileInUse, flags: int, *, serve: bool) -> Handle:
         try:
-            return self._open_files.open_handle(unique, file, flags, store_row=True)
+            return self._open_files.open_handle(unique, file, flags, store_row=True, serve=serve)
         except OSError:
             if not file.writers:  # nobody will close it
                 self._settler.closed(file)
             raise
 
-    async def make_empty(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> bytes:
+    async def make_empty(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, umask: int) -> bytes:
         """A regular file by mknod(2): made, and closed at once. Returns its `fuse_entry_out`."""
-        file, inode = await self._content.make(parent, name, mode, uid, gid)
+        file, inode = await self._content.make(parent, name, mode, uid, gid, umask)
         self._database.put_file(self._open_files.row(file))
         self._settler.closed(file)
         return await self._view.entry(file.ino, inode)
@@ -136,11 +142,11 @@ class FileOperations:
     # Opening
 
     async def open(self, header: RequestHeader, body: memoryview) -> bytes:
-        flags, _ = fuse.OPEN_IN.unpack_from(body)
+        flags, open_flags = fuse.OPEN_IN.unpack_from(body)
         repeated = self._open_files.opened_before(header.unique)
-        return await self._opened(repeated or await self._open(header, InodeNumber(header.nodeid), flags))
+        return await self.opened(repeated or await self._open(header, InodeNumber(header.nodeid), flags, open_flags))
 
-    async def _opened(self, handle: Handle) -> bytes:
+    async def opened(self, handle: Handle) -> bytes:
         """The answer to an open. With O_SYNC or O_DSYNC the drive's file system syncs each write in the passthrough lane; that
         the name leads to these bytes after a power cut is seen to here, before the first one."""
         if handle.writable and handle.flags & os.O_DSYNC:
@@ -164,13 +170,16 @@ class FileOperations:
             flags |= OpenFlag.KEEP_CACHE
         return fuse.OPEN_OUT.pack(handle.fh, flags, 0)
 
-    async def _open(self, header: RequestHeader, ino: InodeNumber, flags: int) -> Handle:
+    async def _open(self, header: RequestHeader, ino: InodeNumber, flags: int, open_flags: int) -> Handle:
         writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
         file = self._open_files.get(ino)
+        keeps_set_id = not open_flags & fuse.OPEN_KILL_SUIDGID
         if file is not None and file.orphan is not None:
             if flags & os.O_TRUNC:
+                await self._records.clear_privileges(ino, file.orphan, keeps_set_id=keeps_set_id)
                 self._open_files.truncate(file, 0)
-            return self._open_files.open_handle(header.unique, file, flags, store_row=False)
+            serve = has_privileges(file.orphan)
+            return self._open_files.open_handle(header.unique, file, flags, store_row=False, serve=serve)
         inode = await self._inode_to_open(ino)
         if not inode.is_regular:
             raise OSError(errno.EINVAL, "only regular files are opened here")
@@ -179,11 +188,14 @@ class FileOperations:
                 inode = await self._inode_to_open(ino)
             file = await self._content.for_reading(ino, inode)
             file.record = inode
-            return self._open_files.open_handle(header.unique, file, flags, store_row=False)
-        if header.uid != 0:
-            await self._records.clear_privileges(ino, inode)
+            return self._open_files.open_handle(header.unique, file, flags, store_row=False, serve=has_privileges(inode))
+        if flags & os.O_TRUNC:
+            inode = await self._records.clear_privileges(ino, inode, keeps_set_id=keeps_set_id)
+        elif file is not None and file.lane is Lane.PASSTHROUGH:  # it got them meanwhile, and nobody will see who writes
+            inode = await self._records.clear_privileges(ino, inode, keeps_set_id=header.uid == 0)
         file = await self._content.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
-        handle = self._open_handle_for_writing(header.unique, file, flags)  # before anything waits: else it might be sealed
+        # Before anything waits: else it might be sealed.
+        handle = self._open_handle_for_writing(header.unique, file, flags, serve=has_privileges(inode))
         if flags & os.O_TRUNC:
             try:
                 await self._growing.voided(file)
@@ -243,8 +255,9 @@ class FileOperations:
         file = handle.file
         if not file.is_home:
             raise OSError(errno.EBADF, "not the file's home")
-        if flags & fuse.WRITE_KILL_SUIDGID and file.orphan is None:
-            await self._records.clear_privileges(file.ino, await self._namespace.inode(file.ino))
+        keeps_set_id = not flags & fuse.WRITE_KILL_SUIDGID
+        with contextlib.suppress(InodeGone):  # removed on another node: there is no record to change
+            await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=keeps_set_id)
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
         written = await self._disk_writes.write(self._open_files.writing_descriptor(file), data, offset)
         if file_flags & os.O_DSYNC and _is_direct(handle):  # else the kernel sends FSYNC after it
@@ -324,26 +337,9 @@ class FileOperations:
 
     async def _sync(self, file: FileInUse) -> None:
         """The write order of a sync: bytes, the segment's name, the durable mark; the caller makes the catalog durable."""
-        descriptor, segment, vid = file.descriptor, file.segment, file.vid
-        assert descriptor is not None
-        assert segment is not None
-        if file.sync_failed:
-            raise OSError(errno.EIO, "an earlier sync of this file failed; its bytes were never safe")
+        vid = file.vid
         first = file.durable_vid != vid and file.orphan is None
-
-        def run() -> None:
-            if first:
-                os.fsync(descriptor)  # with its label
-                self._segments.sync_directories([segment])
-            else:
-                os.fdatasync(descriptor)
-
-        try:
-            await trio.to_thread.run_sync(run)
-        except OSError as error:
-            self._open_files.sync_failed(file)
-            log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
-            raise
+        await self._open_files.sync(file, with_name=first)
         if first and file.orphan is None:
             await self._versions.mark_durable(vid)
             file.durable_vid = vid
@@ -385,6 +381,7 @@ class FileOperations:
         """A name is gone. With the last one a file in use becomes an orphan, another one's segments go."""
         if not removed.last:
             return
+        record = removed.inode_after
         file = self._open_files.get(removed.ino)
         if file is not None:
             file.generation += 1
@@ -394,7 +391,9 @@ class FileOperations:
                     self._database.put_file(self._open_files.row(file))
                 self.ended((vid, version) for vid, version in removed.dead if version.segment != file.segment)
                 return
+            record = _with_size(record, file)
             self._open_files.drop(file)
+        self._removed.add(removed.ino, record)
         # Not before the catalog's fact: it is the row that tells of a version to be dropped after a power cut.
         self._reclaimer.when_durable(lambda: self._database.remove_files([removed.ino]))
         self.ended(removed.dead)
@@ -409,6 +408,8 @@ class FileOperations:
         """The last handle of a nameless file is closed. Its segment goes, unless it is what the file that replaced it falls back
         to: then it goes when that one is local."""
         segment: SegmentId | None = file.segment
+        assert file.orphan is not None
+        self._removed.add(file.ino, _with_size(file.orphan, file))
         self._open_files.drop(file)
         self._reclaimer.when_durable(lambda: self._database.remove_files([file.ino]))
         if segment is not None and await self._versions.version(file.vid) is None:
@@ -424,3 +425,10 @@ class FileOperations:
 def _is_direct(handle: Handle) -> bool:
     """Whether the served lane's writes come past the page cache, which is how one that can't be mapped is written fastest."""
     return handle.flags & os.O_ACCMODE == os.O_WRONLY
+
+
+def _with_size(record: Inode, file: FileInUse) -> Inode:
+    """The record with the size that the file's segment has."""
+    if file.descriptor is None:
+        return record
+    return msgspec.structs.replace(record, size=os.fstat(file.descriptor).st_size)

@@ -34,6 +34,10 @@ ATTR_OUT = struct.Struct("<QII")
 GETATTR_IN = struct.Struct("<IIQ")
 SETATTR_IN = struct.Struct("<IIQQQQQQIIIIIIII")
 """valid padding fh size lock_owner atime mtime ctime atimensec mtimensec ctimensec mode unused uid gid unused: 88 bytes."""
+BATCH_FORGET_IN = struct.Struct("<II")
+"""count dummy, then so many `FORGET_ONE`."""
+FORGET_ONE = struct.Struct("<QQ")
+"""nodeid nlookup."""
 MKNOD_IN = struct.Struct("<IIII")
 """mode rdev umask padding, then the name."""
 MKDIR_IN = struct.Struct("<II")
@@ -59,10 +63,17 @@ WRITE_OUT = struct.Struct("<II")
 STATFS_OUT = struct.Struct("<QQQQQIIII24x")
 """blocks bfree bavail files ffree bsize namelen frsize padding: 80 bytes."""
 FSYNC_IN = struct.Struct("<QII")
-SETXATTR_IN = struct.Struct("<II")
-"""size flags, then the name and the value."""
+SETXATTR_IN = struct.Struct("<IIII")
+"""size flags setxattr_flags padding (as SETXATTR_EXT makes it), then the name and the value."""
 GETXATTR_IN = struct.Struct("<II")
 GETXATTR_OUT = struct.Struct("<II")
+STATX_IN = struct.Struct("<IIQII")
+"""getattr_flags reserved fh sx_flags sx_mask: 24 bytes."""
+STATX_OUT = struct.Struct("<QII16x")
+"""attr_valid attr_valid_nsec flags: 32 bytes, followed by `STATX`."""
+STATX = struct.Struct("<IIQIIIHHQQQQqIiqIiqIiqIiIIII112x")
+"""mask blksize attributes nlink uid gid mode spare ino size blocks attributes_mask, then atime, btime, ctime and mtime, each as
+seconds, nanoseconds and padding, then the device numbers rdev_major rdev_minor dev_major dev_minor: 256 bytes."""
 FALLOCATE_IN = struct.Struct("<QQQII")
 """fh offset length mode padding."""
 LSEEK_IN = struct.Struct("<QqII")
@@ -125,6 +136,7 @@ class Opcode(IntEnum):
     RENAME2 = 45
     LSEEK = 46
     TMPFILE = 51
+    STATX = 52
 
 
 class InitFlag(IntFlag):
@@ -142,6 +154,7 @@ class InitFlag(IntFlag):
     POSIX_ACL = 1 << 20
     MAX_PAGES = 1 << 22
     HANDLE_KILLPRIV_V2 = 1 << 28
+    SETXATTR_EXT = 1 << 29
     INIT_EXT = 1 << 30
     PASSTHROUGH = 1 << 37
     HAS_RESEND = 1 << 39
@@ -169,13 +182,20 @@ class SetattrField(IntFlag):
     FH = 1 << 6
     ATIME_NOW = 1 << 7
     MTIME_NOW = 1 << 8
+    LOCK_OWNER = 1 << 9
     CTIME = 1 << 10
     KILL_SUIDGID = 1 << 11
+    ABOUT_CALLER = FH | LOCK_OWNER
+    """Those that change nothing."""
 
 
 OPEN_KILL_SUIDGID = 1 << 0
 WRITE_KILL_SUIDGID = 1 << 2
 FSYNC_DATA_ONLY = 1 << 0
+SETXATTR_KILL_SGID = 1 << 0
+"""The access control list is set by somebody who is not in the file's group."""
+STATX_BASIC, STATX_BIRTH = 0x7FF, 0x800
+"""`mask` of STATX: all that GETATTR has, and the time the inode was made."""
 
 
 class Notification(IntEnum):

@@ -48,18 +48,23 @@ WANTED = (
     InitFlag.ASYNC_READ
     | InitFlag.ATOMIC_O_TRUNC
     | InitFlag.BIG_WRITES
+    | InitFlag.DONT_MASK
     | InitFlag.AUTO_INVAL_DATA
     | InitFlag.DO_READDIRPLUS
     | InitFlag.READDIRPLUS_AUTO
     | InitFlag.ASYNC_DIO
     | InitFlag.PARALLEL_DIROPS
+    | InitFlag.POSIX_ACL
     | InitFlag.MAX_PAGES
     | InitFlag.HANDLE_KILLPRIV_V2
+    | InitFlag.SETXATTR_EXT
     | InitFlag.INIT_EXT
     | InitFlag.PASSTHROUGH
     | InitFlag.HAS_RESEND
 )
 """What is asked of the kernel; it may have less."""
+NEEDED = InitFlag.SETXATTR_EXT
+"""What every kernel we run on has, and requests are read by."""
 
 Body = memoryview
 Handler = Callable[[RequestHeader, memoryview], Awaitable[bytes | None]]
@@ -77,9 +82,11 @@ class Negotiated(msgspec.Struct, frozen=True):
 
 def not_servable(agreed: Negotiated) -> str:
     """Why this program can't go on with a connection that another one negotiated, or "". That it has less than is wanted now is
-    no reason: an older kernel has less too."""
+    no reason, as long as it has what is needed: an older kernel has less too."""
     if not agreed.resend:
         return "this kernel can't send requests again (Linux 6.9 is the first that can): stop the node and start the new release"
+    if NEEDED not in InitFlag(agreed.flags):
+        return "the mount was made by a release that agreed on less with the kernel: stop the node and start the new release"
     unknown = InitFlag(agreed.flags) & ~WANTED
     if unknown or agreed.minor > fuse.MINOR:
         return (

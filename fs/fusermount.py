@@ -32,7 +32,7 @@ def may_allow_other() -> bool:
 def mount(mountpoint: Path, source: str, subtype: str, *, allow_other: bool) -> int:
     """Mount, and return the connection's descriptor, which is the caller's. Raises `FusermountFailed`."""
     escaped = source.replace("\\", "\\\\").replace(",", "\\,")
-    options = f"fsname={escaped},subtype={subtype},default_permissions,nosuid,nodev"
+    options = f"fsname={escaped},subtype={subtype},default_permissions,nosuid,nodev,noatime"
     if allow_other:
         options += ",allow_other"
     ours, theirs = socket.socketpair()

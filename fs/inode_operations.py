@@ -3,22 +3,33 @@
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ckptfs.cache.ids import InodeNumber
-from ckptfs.cache.inode_changes import AttributeChanges, XattrFlags
+from ckptfs.cache.inode_changes import (
+    AttributeChanges,
+    XattrFlags,
+    moment_ns,
+    with_acl,
+    with_xattr,
+    without_set_id,
+    without_xattr,
+)
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.posix_acl import ACCESS, unpack_acl
+from ckptfs.cache.posix_acl import NAMES as ACL_NAMES
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
-from ckptfs.fs.file_records import FileRecords, without_privileges
+from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader, SetattrField
 from ckptfs.fs.fuse_session import Handler
 from ckptfs.fs.repeats import Repeats, done
 
-NAMESPACES = (b"user.", b"trusted.", b"security.")
+TRUSTED = b"trusted."
+NAMESPACES = (b"user.", TRUSTED, b"security.")
 VALUE_SIZE_MAX = 64 << 10
-_SECOND_NS = 1_000_000_000
 _SIGN = 1 << 63
 
 
@@ -53,11 +64,17 @@ class InodeOperations:
             Opcode.LISTXATTR: self.listxattr,
             Opcode.REMOVEXATTR: self._once(self.removexattr, done),
             Opcode.STATFS: self.statfs,
+            Opcode.STATX: self.statx,
         }
 
     async def getattr(self, header: RequestHeader, body: memoryview) -> bytes:
         ino = InodeNumber(header.nodeid)
         return await self._view.attr(ino, await self._view.current(ino))
+
+    async def statx(self, header: RequestHeader, body: memoryview) -> bytes:
+        """What GETATTR answers, and when the inode was made."""
+        ino = InodeNumber(header.nodeid)
+        return await self._view.statx(ino, await self._view.current(ino))
 
     async def setattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (valid, _, fh, size, _, atime, mtime, _, atimensec, mtimensec, _, mode, _, uid, gid, _) = fuse.SETATTR_IN.unpack_from(
@@ -68,12 +85,14 @@ class InodeOperations:
         inode = await self._view.current(ino)
         if SetattrField.SIZE in fields:
             await self._files.truncate(ino, fh if SetattrField.FH in fields else None, size)
+        # No field at all: chown(2) that changes neither owner nor group, or a write after which capabilities have gone.
+        is_chown = bool(fields & (SetattrField.UID | SetattrField.GID))
+        is_chown = is_chown or (not fields & ~SetattrField.ABOUT_CALLER and header.uid in (0, inode.uid))
         new_mode: int | None = None
         if SetattrField.MODE in fields:
             new_mode = inode.mode & ~0o7777 | mode & 0o7777
-        elif fields & (SetattrField.UID | SetattrField.GID | SetattrField.KILL_SUIDGID):
-            stripped = without_privileges(inode.mode)
-            new_mode = stripped if stripped != inode.mode else None
+        elif (is_chown or SetattrField.KILL_SUIDGID in fields) and without_set_id(inode.mode) != inode.mode:
+            new_mode = without_set_id(inode.mode)
         now = self._namespace.now_ns()
         atime_ns = _time(fields, SetattrField.ATIME, SetattrField.ATIME_NOW, atime, atimensec, now)
         mtime_ns = _time(fields, SetattrField.MTIME, SetattrField.MTIME_NOW, mtime, mtimensec, now)
@@ -84,6 +103,7 @@ class InodeOperations:
             atime_ns=atime_ns,
             mtime_ns=mtime_ns,
             ctime_ns=now,
+            drops_capability=is_chown or SetattrField.SIZE in fields,
         )
         # Last: with the record the request counts as carried out.
         return await self._view.attr(ino, await self._records.change(ino, changes, header.unique))
@@ -91,31 +111,44 @@ class InodeOperations:
     async def getxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)
         name = bytes(body[fuse.GETXATTR_IN.size : -1])
+        _check_kept(name)
         value = (await self._view.current(InodeNumber(header.nodeid))).xattrs.get(name)
         if value is None:
-            supported = name.startswith(NAMESPACES)
-            raise OSError(errno.ENODATA if supported else errno.EOPNOTSUPP, "no such attribute")
+            raise OSError(errno.ENODATA, "no such attribute")
         return _sized(value, size)
 
     async def listxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)
         names = (await self._view.current(InodeNumber(header.nodeid))).xattrs
-        return _sized(b"".join(name + b"\0" for name in names), size)
+        shown = (name for name in names if header.uid == 0 or not name.startswith(TRUSTED))
+        return _sized(b"".join(name + b"\0" for name in shown), size)
 
     async def setxattr(self, header: RequestHeader, body: memoryview) -> bytes:
-        size, flags = fuse.SETXATTR_IN.unpack_from(body)
+        size, flags, more_flags, _ = fuse.SETXATTR_IN.unpack_from(body)
         rest = body[fuse.SETXATTR_IN.size :]
         (name,) = fuse.split_names(rest, 1)
         value = bytes(rest[len(name) + 1 : len(name) + 1 + size])
-        if not name.startswith(NAMESPACES):
-            raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
+        _check_kept(name)
         if len(value) > VALUE_SIZE_MAX:
             raise OSError(errno.E2BIG, "the attribute's value is too large")
-        await self._records.set_xattr(InodeNumber(header.nodeid), name, value, XattrFlags(flags), header.unique)
+        ino, now = InodeNumber(header.nodeid), self._namespace.now_ns()
+        if name == ACCESS:
+            acl = unpack_acl(value)
+            loses_setgid = bool(more_flags & fuse.SETXATTR_KILL_SGID)
+            await self._records.update(ino, partial(with_acl, acl=acl, now_ns=now, loses_setgid=loses_setgid), header.unique)
+        else:
+            change = partial(with_xattr, ino=ino, name=name, value=value, flags=XattrFlags(flags), now_ns=now)
+            await self._records.update(ino, change, header.unique)
         return b""
 
     async def removexattr(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._records.remove_xattr(InodeNumber(header.nodeid), bytes(body[:-1]), header.unique)
+        ino, name = InodeNumber(header.nodeid), bytes(body[:-1])
+        _check_kept(name)
+        if name in ACL_NAMES and name not in (await self._view.current(ino)).xattrs:
+            return b""
+        await self._records.update(
+            ino, partial(without_xattr, ino=ino, name=name, now_ns=self._namespace.now_ns()), header.unique
+        )
         return b""
 
     async def statfs(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -134,6 +167,14 @@ class InodeOperations:
         )
 
 
+def _check_kept(name: bytes) -> None:
+    """Raise for an attribute's name that ext4 has no place for either."""
+    if name in NAMESPACES:
+        raise OSError(errno.EINVAL, "an attribute's name ends with its namespace")
+    if not name.startswith(NAMESPACES) and name not in ACL_NAMES:
+        raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
+
+
 def _time(
     fields: SetattrField, given: SetattrField, now_given: SetattrField, seconds: int, nanoseconds: int, now_ns: int
 ) -> int | None:
@@ -142,7 +183,7 @@ def _time(
     if given not in fields:
         return None
     signed = seconds - (1 << 64) if seconds & _SIGN else seconds
-    return signed * _SECOND_NS + nanoseconds
+    return moment_ns(signed, nanoseconds)
 
 
 def _sized(value: bytes, size: int) -> bytes:

@@ -50,6 +50,7 @@ from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
+from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import Handle, OpenFiles
 from ckptfs.fs.process_start import (
@@ -66,6 +67,7 @@ from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent, place_of
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_release import SaveSize, SegmentRelease
@@ -193,8 +195,9 @@ class MountProcess:
             lambda: self._wake_agent(False),
             threads.run,
         )
-        view = AttributeView(namespace, open_files, remote, store.store_id, config.mount.attribute_timeout_seconds)
-        records = FileRecords(namespace, open_files, self._database)
+        removed = RemovedInodes()
+        view = AttributeView(namespace, open_files, removed, remote, store.store_id, config.mount.attribute_timeout_seconds)
+        records = FileRecords(namespace, open_files, removed, self._database)
         content = FileContent(
             namespace, versions, open_files, segments, self._database, view, elsewhere, reclaimer, store.store_id
         )
@@ -208,6 +211,7 @@ class MountProcess:
             records,
             content,
             elsewhere,
+            removed,
             settler,
             growing,
             reclaimer,
@@ -217,7 +221,8 @@ class MountProcess:
         def was_carried_out(unique: int) -> bool:
             return repeats.was_carried_out(unique) or open_files.handle(unique) is not None
 
-        names = NameOperations(namespace, view, content, files, repeats)
+        nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
+        names = NameOperations(namespace, view, content, files, nameless, removed, repeats)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(

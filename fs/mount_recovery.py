@@ -107,7 +107,7 @@ class MountRecovery:
     async def _restore(self, row: FileRow, *, in_use: bool, power_was_cut: bool) -> bool:
         """Take the row up; False if there is nothing to it any more, and then the row and its segment are gone."""
         is_named = await self._has_name(row.ino)
-        if is_named and row.state is FileState.ORPHAN:  # the power cut took the removal of its last name
+        if is_named and row.state is FileState.ORPHAN:  # its first name is not noted here, or its last one's removal was lost
             row = row._replace(state=FileState.OPEN, orphan=b"")
             self._database.put_file(row)
         version = await self._versions.version(row.vid)

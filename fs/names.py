@@ -19,6 +19,8 @@ from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.nameless_files import NamelessFiles
+from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats, done
 
 _cookie = attrgetter("cookie")
@@ -29,12 +31,21 @@ class NameOperations:
     """LOOKUP, MKNOD, MKDIR, SYMLINK, LINK, READLINK, UNLINK, RMDIR, RENAME, and directories read."""
 
     def __init__(
-        self, namespace: Namespace, view: AttributeView, content: FileContent, files: FileOperations, repeats: Repeats
+        self,
+        namespace: Namespace,
+        view: AttributeView,
+        content: FileContent,
+        files: FileOperations,
+        nameless: NamelessFiles,
+        removed: RemovedInodes,
+        repeats: Repeats,
     ) -> None:
         self._namespace = namespace
         self._view = view
         self._content = content
         self._files = files
+        self._nameless = nameless
+        self._removed = removed
         self._once = repeats.once
         self._listings: dict[int, list[DirectoryItem]] = {}
         self._next_listing = namespace.now_ns()  # no number of an earlier daemon, whose listings the kernel may still read from
@@ -42,6 +53,7 @@ class NameOperations:
     def handlers(self) -> dict[int, Handler]:
         return {
             Opcode.LOOKUP: self.lookup,
+            Opcode.TMPFILE: self._nameless.make,
             Opcode.FORGET: self.forget,
             Opcode.BATCH_FORGET: self.forget,
             Opcode.MKNOD: self._once(self.mknod, self.mknod_again),
@@ -65,15 +77,22 @@ class NameOperations:
         return await self._view.entry(ino, inode)
 
     async def forget(self, header: RequestHeader, body: memoryview) -> None:
-        """Nothing: an inode's number is the catalog's, so no count of lookups is kept."""
+        """Only removed inodes need it: another's number is the catalog's, so no count of lookups is kept."""
+        if header.opcode == Opcode.FORGET:
+            self._removed.forget(InodeNumber(header.nodeid))
+            return
+        count, _ = fuse.BATCH_FORGET_IN.unpack_from(body)
+        ends = fuse.BATCH_FORGET_IN.size + count * fuse.FORGET_ONE.size
+        for ino, _ in fuse.FORGET_ONE.iter_unpack(body[fuse.BATCH_FORGET_IN.size : ends]):
+            self._removed.forget(InodeNumber(ino))
 
     async def mknod(self, header: RequestHeader, body: memoryview) -> bytes:
-        mode, rdev, _umask, _ = fuse.MKNOD_IN.unpack_from(body)
+        mode, rdev, umask, _ = fuse.MKNOD_IN.unpack_from(body)
         name = bytes(body[fuse.MKNOD_IN.size : -1])
         parent = InodeNumber(header.nodeid)
         if stat.S_ISREG(mode):
-            return await self._files.make_empty(parent, name, mode, header.uid, header.gid)
-        ino, inode = await self._namespace.make_node(parent, name, mode, rdev, header.uid, header.gid)
+            return await self._files.make_empty(parent, name, mode, header.uid, header.gid, umask)
+        ino, inode = await self._namespace.make_node(parent, name, mode, rdev, header.uid, header.gid, umask)
         return await self._view.entry(ino, inode)
 
     async def mknod_again(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -97,9 +116,10 @@ class NameOperations:
         return await self._view.entry(ino, inode)
 
     async def mkdir(self, header: RequestHeader, body: memoryview) -> bytes:
-        mode, _umask = fuse.MKDIR_IN.unpack_from(body)
+        mode, umask = fuse.MKDIR_IN.unpack_from(body)
         name = bytes(body[fuse.MKDIR_IN.size : -1])
-        ino, inode = await self._namespace.make_directory(InodeNumber(header.nodeid), name, mode, header.uid, header.gid)
+        parent = InodeNumber(header.nodeid)
+        ino, inode = await self._namespace.make_directory(parent, name, mode, header.uid, header.gid, umask)
         return await self._view.entry(ino, inode)
 
     async def symlink(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -116,7 +136,11 @@ class NameOperations:
     async def link(self, header: RequestHeader, body: memoryview) -> bytes:
         (ino,) = fuse.LINK_IN.unpack_from(body)
         name = bytes(body[fuse.LINK_IN.size : -1])
-        inode = await self._namespace.link(InodeNumber(ino), InodeNumber(header.nodeid), name)
+        parent = InodeNumber(header.nodeid)
+        if self._nameless.is_one(InodeNumber(ino)):
+            inode = await self._nameless.link(InodeNumber(ino), parent, name)
+        else:
+            inode = await self._namespace.link(InodeNumber(ino), parent, name)
         return await self._view.entry(InodeNumber(ino), inode)
 
     async def unlink(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -125,7 +149,8 @@ class NameOperations:
         return b""
 
     async def rmdir(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._namespace.rmdir(InodeNumber(header.nodeid), bytes(body[:-1]))
+        removed = await self._namespace.rmdir(InodeNumber(header.nodeid), bytes(body[:-1]))
+        self._removed.add(removed.ino, removed.inode_after)
         return b""
 
     async def rename(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -140,7 +165,10 @@ class NameOperations:
         old, new = fuse.split_names(names, 2)
         if not flags & RenameFlags.EXCHANGE:
             await self._files.before_replacing(InodeNumber(header.nodeid), old, InodeNumber(directory), new)
-        renamed = await self._namespace.rename(InodeNumber(header.nodeid), old, InodeNumber(directory), new, RenameFlags(flags))
+        owner = header.uid, header.gid
+        renamed = await self._namespace.rename(
+            InodeNumber(header.nodeid), old, InodeNumber(directory), new, RenameFlags(flags), owner
+        )
         if renamed.replaced is not None:
             await self._files.replaced(renamed.replaced)
         self._files.ended(renamed.dead)

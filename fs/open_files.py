@@ -256,8 +256,9 @@ class OpenFiles:
         if self._database.file(file.ino) is None:
             self._database.put_file(self.row(file))
 
-    def open_handle(self, unique: int, file: FileInUse, flags: int, *, store_row: bool) -> Handle:
-        """Give the file one more handle; the first one chooses the lane. With `store_row` the file's row is written too.
+    def open_handle(self, unique: int, file: FileInUse, flags: int, *, store_row: bool, serve: bool = False) -> Handle:
+        """Give the file one more handle; the first one chooses the lane: with `serve` the served one, where the kernel says with
+        each write who writes. With `store_row` the file's row is written too.
 
         The handle's number is that of the request it is opened for: so it is never used again on the connection, and a request
         that is repeated finds what its first carrying out has opened (`opened_before`).
@@ -265,7 +266,8 @@ class OpenFiles:
         """
         if file.handles == 0:
             lane = Lane.SERVED
-            if file.is_home and self._backing is not None and file.write_descriptor is None and not _changes_its_mind(flags):
+            passes = self._backing is not None and not serve and not _changes_its_mind(flags)
+            if file.is_home and passes and file.write_descriptor is None:
                 assert file.descriptor is not None
                 if file.backing_id is None:
                     file.backing_id = self._register(file.descriptor)
@@ -353,6 +355,28 @@ class OpenFiles:
             if file.copy_descriptor is not None and os.fstat(file.copy_descriptor).st_nlink == 0:
                 os.close(file.copy_descriptor)
                 file.copy_descriptor = None
+
+    async def sync(self, file: FileInUse, *, with_name: bool) -> None:
+        """Sync the segment's bytes, and the name that it has in the store. Raises `OSError`: then no later sync can succeed."""
+        descriptor, segment = file.descriptor, file.segment
+        assert descriptor is not None
+        assert segment is not None
+        if file.sync_failed:
+            raise OSError(errno.EIO, "an earlier sync of this file failed; its bytes were never safe")
+
+        def run() -> None:
+            if with_name:
+                os.fsync(descriptor)  # with its label
+                self._segments.sync_directories([segment])
+            else:
+                os.fdatasync(descriptor)
+
+        try:
+            await trio.to_thread.run_sync(run)
+        except OSError as error:
+            self.sync_failed(file)
+            log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
+            raise
 
     def sync_failed(self, file: FileInUse) -> None:
         """The drive did not take the file's bytes: no later sync may claim success, also not after this process was killed."""

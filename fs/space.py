@@ -32,7 +32,7 @@ LOOK_SECONDS = 0.01
 """How long a look at the drives holds. Looking takes some microseconds, making a file some hundred."""
 
 MEND_SECONDS = 1.0
-MAKES_NAMES = (Opcode.CREATE, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.SETXATTR)
+MAKES_NAMES = (Opcode.CREATE, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.SETXATTR, Opcode.TMPFILE)
 
 
 def store_reserve(store: StoreDirectory) -> Reserve:

@@ -26,7 +26,7 @@ from ckptfs.cache.errors import (
     TooManyLinks,
 )
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, SegmentId, StoreId, new_segment_id
-from ckptfs.cache.inode_changes import XATTRS_SIZE_BYTES_MAX
+from ckptfs.cache.inode_changes import XATTRS_SIZE_BYTES_MAX, with_xattr, without_xattr
 from ckptfs.cache.namespace import INODE_BLOCK_COUNT, LINKS_MAX, AttributeChanges, Created, Namespace, RenameFlags, XattrFlags
 
 OpenCatalog = Callable[..., Any]
@@ -416,8 +416,22 @@ async def test_errors_of_rename(tree: Namespace) -> None:
     ):
         with pytest.raises(error):
             await tree.rename(old_parent, old, new_parent, new, flags)
-    with pytest.raises(InvalidMove):
-        await tree.rename(ROOT, b"f", ROOT, b"x", RenameFlags(4))
+    for flags in (RenameFlags(8), RenameFlags.EXCHANGE | RenameFlags.WHITEOUT):
+        with pytest.raises(InvalidMove):
+            await tree.rename(ROOT, b"f", ROOT, b"full", flags)
+
+
+async def test_a_whiteout_takes_the_old_name(tree: Namespace) -> None:
+    directory = await make_dir(tree, b"d")
+    file = await make(tree, b"f")
+    for parent, name in ((ROOT, b"same"), (directory, b"other")):
+        old = b"f" if name == b"same" else b"same"
+        await tree.rename(ROOT, old, parent, name, RenameFlags.WHITEOUT, (7, 8))
+        assert (await tree.lookup(parent, name))[0] == file.ino
+        left = (await tree.lookup(ROOT, old))[1]
+        assert (left.mode, left.rdev, left.uid, left.gid, left.nlink) == (stat.S_IFCHR, 0, 7, 8, 1)
+    cookies = [item.cookie for item in await tree.readdir(ROOT)]
+    assert len(set(cookies)) == len(cookies) == 3
 
 
 async def test_directories_move_with_all_below(tree: Namespace) -> None:
@@ -473,25 +487,34 @@ async def test_attributes(tree: Namespace) -> None:
 
 async def test_extended_attributes(tree: Namespace) -> None:
     file = await make(tree, b"f")
-    await tree.set_xattr(file.ino, b"user.a", b"\0\xff")
-    await tree.set_xattr(file.ino, b"user.b", b"", XattrFlags.CREATE)
-    await tree.set_xattr(file.ino, b"user.a", b"2", XattrFlags.REPLACE)
+
+    async def set_xattr(name: bytes, value: bytes, flags: XattrFlags = XattrFlags(0)) -> None:  # noqa: B008
+        await tree.change(file.ino, lambda inode: with_xattr(inode, file.ino, name, value, flags, 50))
+
+    async def remove_xattr(ino: InodeNumber, name: bytes) -> None:
+        await tree.change(ino, lambda inode: without_xattr(inode, ino, name, 60))
+
+    await set_xattr(b"user.a", b"\0\xff")
+    await set_xattr(b"user.b", b"", XattrFlags.CREATE)
+    await set_xattr(b"user.a", b"2", XattrFlags.REPLACE)
     assert (await tree.inode(file.ino)).xattrs == {b"user.a": b"2", b"user.b": b""}
     for error, name, value, flags in (
         (NameExists, b"user.a", b"", XattrFlags.CREATE),
         (NoSuchAttribute, b"user.c", b"", XattrFlags.REPLACE),
         (NameTooLong, b"user." + b"x" * 251, b"", XattrFlags(0)),
         (AttributesTooLarge, b"user.c", b"x" * XATTRS_SIZE_BYTES_MAX, XattrFlags(0)),
-        (InvalidMove, b"user.c", b"", XattrFlags.CREATE | XattrFlags.REPLACE),
+        (NameExists, b"user.a", b"", XattrFlags.CREATE | XattrFlags.REPLACE),
+        (NoSuchAttribute, b"user.c", b"", XattrFlags.CREATE | XattrFlags.REPLACE),
+        (InvalidMove, b"user.c", b"", XattrFlags(4)),
     ):
         with pytest.raises(error):
-            await tree.set_xattr(file.ino, name, value, flags)
-    await tree.remove_xattr(file.ino, b"user.a")
+            await set_xattr(name, value, flags)
+    await remove_xattr(file.ino, b"user.a")
     assert (await tree.inode(file.ino)).xattrs == {b"user.b": b""}
     with pytest.raises(NoSuchAttribute):
-        await tree.remove_xattr(file.ino, b"user.a")
+        await remove_xattr(file.ino, b"user.a")
     with pytest.raises(NoSuchName):
-        await tree.remove_xattr(InodeNumber(999), b"user.a")
+        await remove_xattr(InodeNumber(999), b"user.a")
 
 
 async def test_a_dangling_name_is_damage(kv: KeyValue) -> None:

@@ -40,12 +40,14 @@ from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, serve
 from ckptfs.fs.mount_recovery import MountRecovery
+from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_switch import SegmentSwitch
@@ -317,8 +319,9 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             lambda: on_local(False),
             trio.to_thread.run_sync,
         )
-        view = AttributeView(namespace, open_files, remote, store.store_id, 1.0)
-        records = FileRecords(namespace, open_files, database)
+        removed = RemovedInodes()
+        view = AttributeView(namespace, open_files, removed, remote, store.store_id, 1.0)
+        records = FileRecords(namespace, open_files, removed, database)
         content = FileContent(namespace, versions, open_files, segments, database, view, elsewhere, reclaimer, store.store_id)
         files = FileOperations(
             namespace,
@@ -330,6 +333,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             records,
             content,
             elsewhere,
+            removed,
             settler,
             growing,
             reclaimer,
@@ -340,6 +344,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
         )
         await recovery.run()
         await growing.begin()
+        nameless = NamelessFiles(namespace, open_files, segments, database, view, settler, files.opened)
         nodes.append(
             BareNode(
                 store,
@@ -354,7 +359,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 reclaimer,
                 holds,
                 files,
-                NameOperations(namespace, view, content, files, repeats),
+                NameOperations(namespace, view, content, files, nameless, removed, repeats),
                 InodeOperations(namespace, view, records, files, repeats, store.path),
                 repeats,
                 uniques,

@@ -34,7 +34,12 @@ SIZES = {
     "WRITE_OUT": 8,
     "STATFS_OUT": 80,
     "FSYNC_IN": 16,
-    "SETXATTR_IN": 8,  # FUSE_COMPAT_SETXATTR_IN_SIZE: without FUSE_SETXATTR_EXT
+    "SETXATTR_IN": 16,
+    "BATCH_FORGET_IN": 8,
+    "FORGET_ONE": 16,
+    "STATX_IN": 24,
+    "STATX_OUT": 288 - 256,
+    "STATX": 256,
     "GETXATTR_IN": 8,
     "GETXATTR_OUT": 8,
     "FALLOCATE_IN": 32,

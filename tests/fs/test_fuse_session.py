@@ -124,7 +124,7 @@ async def test_what_both_have_is_agreed_on(serve: Serve) -> None:
         major, minor, readahead, low, background, congested, write_size, _, pages, _, high, depth = fuse.INIT_OUT.unpack(body)
         flags = InitFlag(low | high << 32)
         assert (major, minor, readahead) == (7, fuse.MINOR, READ_AHEAD_MAX)
-        assert flags == OFFERED & ~(InitFlag.DONT_MASK | InitFlag.POSIX_ACL)
+        assert flags == OFFERED
         assert (write_size, pages, depth) == (1 << 20, 256, 1)
         assert background >= 64
         assert congested < background

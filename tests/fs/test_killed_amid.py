@@ -184,7 +184,7 @@ def _rename(old: bytes, new: bytes, flags: int = 0) -> Request:
 
 
 def _xattr(ino: int, name: bytes, flags: int) -> Request:
-    return Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(1, flags) + name + b"\0v"
+    return Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(1, flags, 0, 0) + name + b"\0v"
 
 
 def _removexattr(ino: int) -> Request:

@@ -130,7 +130,7 @@ async def test_a_nameless_file_s_changes_are_kept(start_node: StartNode) -> None
     node = await start_node()
     ino, fh = await node.create(b"file")
     await node.unlink(b"file")
-    await node.ask(Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(1, 0) + b"user.x\0v")
+    await node.ask(Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(1, 0, 0, 0) + b"user.x\0v")
     node = await _killed(start_node, node)
     assert await node.ask(Opcode.GETXATTR, ino, fuse.GETXATTR_IN.pack(10, 0) + b"user.x\0") == b"v"
     await node.release(fh)

@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import stat
+import struct
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,7 +31,7 @@ async def _setattr(node: Any, ino: int, fields: SetattrField, **values: int) -> 
 
 
 async def _set_xattr(node: Any, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
-    await node.ask(Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(len(value), flags) + name + b"\0" + value)
+    await node.ask(Opcode.SETXATTR, ino, fuse.SETXATTR_IN.pack(len(value), flags, 0, 0) + name + b"\0" + value)
 
 
 async def _xattr(node: Any, ino: int, name: bytes, size: int = 4096) -> bytes:
@@ -280,11 +282,93 @@ async def test_set_id_bits_go_with_a_new_owner_and_with_a_write_by_somebody_else
     await _setattr(node, ino, SetattrField.MODE, mode=0o106755)
     await node.release(await node.open(ino, os.O_WRONLY))
     assert (await node.getattr(ino)).mode & 0o7777 == 0o6755
-    await node.release(await node.open(ino, os.O_WRONLY, uid=5))
+    fh = await node.open(ino, os.O_WRONLY, uid=5)
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o6755
+    await node.ask(Opcode.WRITE, ino, fuse.WRITE_IN.pack(fh, 0, 1, fuse.WRITE_KILL_SUIDGID, 0, 0, 0) + b"x")
+    await node.release(fh)
     assert (await node.getattr(ino)).mode & 0o7777 == 0o755
+    await _setattr(node, ino, SetattrField.MODE, mode=0o106755)
+    body = fuse.OPEN_IN.pack(os.O_RDONLY | os.O_TRUNC, fuse.OPEN_KILL_SUIDGID)
+    await node.release(fuse.OPEN_OUT.unpack(await node.ask(Opcode.OPEN, ino, body, uid=5))[0])
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o755
+    await _setattr(node, ino, SetattrField.MODE, mode=0o106755)
+    assert (await _setattr(node, ino, SetattrField(0))).mode & 0o7777 == 0o755  # chown(2) of nobody
     await _setattr(node, ino, SetattrField.MODE, mode=0o102644)  # set-group-id without execution: a lock, not a privilege
     await node.release(await node.open(ino, os.O_WRONLY, uid=5))
     assert (await node.getattr(ino)).mode & 0o7777 == 0o2644
+
+
+@pytest.mark.parametrize("how", ["write", "truncate", "open to nothing", "chown", "chown of nobody"])
+async def test_capabilities_go_when_the_file_changes_hands_or_content(node: Any, how: str) -> None:
+    ino = await node.save(b"file", b"content")
+    await _set_xattr(node, ino, b"security.capability", b"granted")
+    await _set_xattr(node, ino, b"security.other", b"kept")
+    fh = await node.open(ino, os.O_RDWR)
+    await _setattr(node, ino, SetattrField.MTIME, mtime=7)
+    assert await _xattr(node, ino, b"security.capability") == b"granted"
+    match how:
+        case "write":
+            await node.write(fh, b"x")
+        case "truncate":
+            await _setattr(node, ino, SetattrField.SIZE, size=3)
+        case "open to nothing":
+            await node.release(await node.open(ino, os.O_WRONLY | os.O_TRUNC))
+        case "chown":
+            await _setattr(node, ino, SetattrField.GID, gid=5)
+        case "chown of nobody":
+            await _setattr(node, ino, SetattrField(0))
+    assert await node.errno(_xattr(node, ino, b"security.capability")) == "ENODATA"
+    assert await _xattr(node, ino, b"security.other") == b"kept"
+
+
+async def test_times_beyond_what_ext4_has_become_the_nearest_it_has(node: Any) -> None:
+    for ino in (await node.save(b"file", b""), (await node.create(b"open"))[0], await node.mkdir(b"directory")):
+        for asked, shown in ((1 << 40, (2**34 - 2**31 - 1) * 10**9), (-(1 << 40) & (1 << 64) - 1, -(2**31) * 10**9)):
+            before = await _setattr(node, ino, SetattrField.MTIME, mtime=asked)
+            assert before.mtime_ns == shown
+            assert abs(before.ctime_ns - time.time_ns()) < 600 * 10**9
+    await node.settle()
+    ino = (await node.lookup(ROOT, b"open")).ino
+    assert (await node.getattr(ino)).ctime_ns < time.time_ns() + 600 * 10**9
+
+
+async def test_an_access_control_list_is_the_mode_s_other_half(node: Any) -> None:
+    access, default = b"system.posix_acl_access", b"system.posix_acl_default"
+    nobody = 0xFFFFFFFF
+    entries = [(1, 7, nobody), (2, 6, 1000), (4, 5, nobody), (16, 6, nobody), (32, 0, nobody)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    directory = await node.mkdir(b"directory")
+    await _set_xattr(node, directory, default, acl)
+    assert (await node.getattr(directory)).mode & 0o7777 == 0o755
+    ino, _ = await node.create(b"file", directory, mode=0o100644)
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o640
+    assert len(await _xattr(node, ino, access)) == len(acl)
+    assert await node.errno(_xattr(node, ino, default)) == "ENODATA"
+    await _setattr(node, ino, SetattrField.MODE, mode=0o102770)
+    await _set_xattr(node, ino, access, acl)
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o2760
+    body = fuse.SETXATTR_IN.pack(len(acl), 0, fuse.SETXATTR_KILL_SGID, 0) + access + b"\0" + acl
+    await node.ask(Opcode.SETXATTR, ino, body)
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o760
+    for _ in range(2):
+        await node.ask(Opcode.REMOVEXATTR, ino, access + b"\0")
+    assert (await node.getattr(ino)).mode & 0o7777 == 0o760
+
+
+async def test_only_root_is_told_of_trusted_attributes(node: Any) -> None:
+    ino = await node.save(b"file", b"")
+    await _set_xattr(node, ino, b"trusted.a", b"1")
+    await _set_xattr(node, ino, b"user.a", b"1")
+    for uid, names in ((0, {b"trusted.a", b"user.a"}), (5, {b"user.a"})):
+        listed = await node.ask(Opcode.LISTXATTR, ino, fuse.GETXATTR_IN.pack(100, 0), uid=uid)
+        assert set(listed.split(b"\0")) - {b""} == names
+    for name, error in ((b"user.", "EINVAL"), (b"foo.a", "ENOTSUP"), (b"system.x", "ENOTSUP")):
+        for opcode, body in (
+            (Opcode.GETXATTR, fuse.GETXATTR_IN.pack(10, 0)),
+            (Opcode.REMOVEXATTR, b""),
+            (Opcode.SETXATTR, fuse.SETXATTR_IN.pack(0, 0, 0, 0)),
+        ):
+            assert await node.errno(node.ask(opcode, ino, body + name + b"\0")) == error
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -306,7 +390,7 @@ async def test_sizes_are_set_by_name_and_by_handle(node: Any, sealed: bool) -> N
 async def test_extended_attributes(node: Any) -> None:
     ino = await node.save(b"file", b"")
     assert await node.errno(_xattr(node, ino, b"user.x")) == "ENODATA"
-    assert await node.errno(_xattr(node, ino, b"system.posix_acl_access")) == "ENOTSUP"
+    assert await node.errno(_xattr(node, ino, b"system.x")) == "ENOTSUP"
     assert await node.errno(_set_xattr(node, ino, b"system.x", b"")) == "ENOTSUP"
     await _set_xattr(node, ino, b"user.x", b"va\0lue")
     await _set_xattr(node, ino, b"user.empty", b"")
