@@ -17,7 +17,7 @@ from ckptfs.cache.catalog_format import (
     times_key,
 )
 from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
-from ckptfs.cache.catalog_records import commit, existing_inode
+from ckptfs.cache.catalog_records import CLOCK_TICK_NS, commit, existing_inode
 from ckptfs.cache.errors import AttributesTooLarge, InvalidMove, NameExists, NameTooLong, NoSuchAttribute, NotPermitted
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.cache.posix_acl import ACCESS, Acl, after_chmod, is_mode_alone, mode_of, pack_acl
@@ -30,9 +30,6 @@ CAPABILITY = b"security.capability"
 
 SECONDS_MIN, SECONDS_MAX = -(2**31), 2**34 - 2**31 - 1
 """The first and the last second an inode can show, in 1901 and 2446, as on ext4, where the segments are."""
-
-CLOCK_TICK_NS = 10_000_000
-"""By how much the clock that files are stamped with may lag behind (CLOCK_REALTIME_COARSE, 100 Hz)."""
 
 
 class XattrFlags(enum.IntFlag):

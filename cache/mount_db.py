@@ -14,8 +14,8 @@ Tables::
 `exposed_ns` is when its first unprotected byte may have been written, wall time. `fh` is the number of the request the handle was
 opened for. `backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was,
 or is about to be, closed. `orphan` is the packed record of a file in use without a name, else empty; its row's `size` is the
-number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that is read
-and of the inode, as they were when it was opened.
+number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that
+is read and of the inode, as they were when it was opened.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. What concerns
 handles is committed a little later, and until then is in `mount.notes` (`row_notes`). On a drive that takes no writes any more it

@@ -12,7 +12,6 @@ import os
 import signal
 import sqlite3
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +38,7 @@ from ckptfs.fs.barrier import behind_barrier
 from ckptfs.fs.catalog import open_on_drive, open_replica
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.durability import Durability, Fact
+from ckptfs.fs.file_clock import FileClock
 from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
@@ -93,13 +93,6 @@ once."""
 CHECKPOINT_SECONDS = 5.0
 NEGOTIATED_FACT = "negotiated"
 INCARNATION_FACT = "incarnation"
-CLOCK_REALTIME_COARSE = 5
-"""clock_gettime(2); the time module has no name for it."""
-
-
-def now_ns() -> int:
-    """Wall time in nanoseconds, from the clock the kernel stamps segments with."""
-    return time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
 
 
 class MountProcess:
@@ -125,6 +118,7 @@ class MountProcess:
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
         self._agreed = trio.Event()
+        self._now_ns = FileClock()
 
     def _begin_connection(self) -> bool:
         """Whether this is the connection's first process; what an older connection left in the database is void then."""
@@ -157,8 +151,10 @@ class MountProcess:
         store, config = self._store, self._config
         repeats = Repeats(self._kv, config.node_id, self._incarnation)
         await repeats.load(self._database.files_in_use())
-        namespace = Namespace(self._kv, store.store_id, self._incarnation, now_ns, changes=repeats.changes)
-        versions = Versions(self._kv, store.store_id, self._incarnation, now_ns)
+        namespace = Namespace(
+            self._kv, store.store_id, self._incarnation, self._now_ns, tick_ns=self._now_ns.tick_ns, changes=repeats.changes
+        )
+        versions = Versions(self._kv, store.store_id, self._incarnation, self._now_ns)
         settings = await namespace.settings()
         store.join(settings.cluster, config.node.catalog)
         segments = Segments(store.segments)
@@ -191,7 +187,7 @@ class MountProcess:
             self._database,
             Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes),
             config.mount.settle_seconds,
-            now_ns,
+            self._now_ns,
             lambda: self._wake_agent(False),
             threads.run,
         )
@@ -462,7 +458,7 @@ class MountProcess:
         agreed = self._session.negotiated
         passthrough = agreed is not None and agreed.passthrough and not self._lane_reason
         since_ns = min((one.oldest_ns for one in (closed, opened) if one.oldest_ns is not None), default=None)
-        oldest = None if since_ns is None else max(0.0, (now_ns() - since_ns) / 1e9)
+        oldest = None if since_ns is None else max(0.0, (self._now_ns() - since_ns) / 1e9)
         return {
             "ok": True,
             "lane": "passthrough" if passthrough else "served",

@@ -217,6 +217,27 @@ def test_reading_changes_no_time_where_the_mount_says_so(place: Any) -> None:
     assert (os.stat(path).st_atime_ns == before) is is_noatime
 
 
+def test_times_are_in_the_order_of_what_happened(place: Any) -> None:
+    """Also within one tick of the clock, and between what is stamped by writing and what isn't: make(1) depends on it."""
+    directory = place.here
+    (directory / "written").write_bytes(b"")
+    (directory / "touched").write_bytes(b"")
+    times = []
+    for step in range(30):
+        (directory / "written").write_bytes(b"%d" % step)
+        times.append((directory / "written").stat().st_mtime_ns)
+        os.utime(directory / "touched")
+        times.append((directory / "touched").stat().st_mtime_ns)
+        (directory / f"made-{step}").mkdir()
+        times.append((directory / f"made-{step}").stat().st_mtime_ns)
+        with open(directory / "log", "ab") as log:
+            log.write(b"line\n")
+        times.append((directory / "log").stat().st_mtime_ns)
+        (directory / "written").chmod(0o600 + step)
+        times.append((directory / "written").stat().st_ctime_ns)
+    assert times == sorted(times)
+
+
 def test_links_to_links_end(place: Any) -> None:
     for number in range(40):
         os.symlink("file" if number == 0 else f"link-{number - 1}", place.here / f"link-{number}")
