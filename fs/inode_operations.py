@@ -10,6 +10,7 @@ from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.inode_changes import (
     AttributeChanges,
     XattrFlags,
+    has_privileges,
     moment_ns,
     with_acl,
     with_xattr,
@@ -87,7 +88,10 @@ class InodeOperations:
             await self._files.truncate(ino, fh if SetattrField.FH in fields else None, size)
         # No field at all: chown(2) that changes neither owner nor group, or a write after which capabilities have gone.
         is_chown = bool(fields & (SetattrField.UID | SetattrField.GID))
-        is_chown = is_chown or (not fields & ~SetattrField.ABOUT_CALLER and header.uid in (0, inode.uid))
+        if not fields & ~SetattrField.ABOUT_CALLER:
+            if header.uid not in (0, inode.uid) and has_privileges(inode):
+                return await self._view.attr(ino, inode)  # which of the two it is can't be told: the write itself will clear them
+            is_chown = True
         new_mode: int | None = None
         if SetattrField.MODE in fields:
             new_mode = inode.mode & ~0o7777 | mode & 0o7777

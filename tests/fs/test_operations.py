@@ -292,6 +292,9 @@ async def test_set_id_bits_go_with_a_new_owner_and_with_a_write_by_somebody_else
     await node.release(fuse.OPEN_OUT.unpack(await node.ask(Opcode.OPEN, ino, body, uid=5))[0])
     assert (await node.getattr(ino)).mode & 0o7777 == 0o755
     await _setattr(node, ino, SetattrField.MODE, mode=0o106755)
+    before = await node.getattr(ino)
+    await node.ask(Opcode.SETATTR, ino, fuse.SETATTR_IN.pack(0, 0, *bytes(14)), uid=before.uid + 1)
+    assert await node.getattr(ino) == before  # by somebody else it can't be told from a write to a file with capabilities
     assert (await _setattr(node, ino, SetattrField(0))).mode & 0o7777 == 0o755  # chown(2) of nobody
     await _setattr(node, ino, SetattrField.MODE, mode=0o102644)  # set-group-id without execution: a lock, not a privilege
     await node.release(await node.open(ino, os.O_WRONLY, uid=5))
