@@ -39,16 +39,21 @@ Sums = tuple[int, int]
 
 
 def log_is_cut(database: Path) -> bool:
-    """Whether the write-ahead log holds committed transactions that SQLite will not reach. Takes 0.1 ms a page.
+    """Whether the write-ahead log holds committed transactions that SQLite will not reach. As `commits_out_of_reach`."""
+    return commits_out_of_reach(database) > 0
+
+
+def commits_out_of_reach(database: Path) -> int:
+    """How many committed transactions of the write-ahead log SQLite will not reach. Takes 0.1 ms a page.
 
     Call it before this process opens the database, for closing any descriptor takes SQLite's locks along. Raises `OSError`.
     """
     try:
         log = Path(f"{database}-wal").read_bytes()
     except FileNotFoundError:
-        return False
+        return 0
     if len(log) < _HEADER.size + _FRAME.size:
-        return False
+        return 0
     magic, _, page_size, _, salt_1, salt_2, *stored = _HEADER.unpack_from(log)
     big_endian = bool(magic & 1)
     before: Sums = (stored[0], stored[1])
@@ -57,6 +62,7 @@ def log_is_cut(database: Path) -> bool:
         page_size, big_endian = _PAGE_SIZE, sys.byteorder == "big"
         salt_1, salt_2 = _FRAME.unpack_from(log, _HEADER.size)[2:4]
     size = _FRAME.size + page_size
+    count = 0
     for offset in range(_HEADER.size, len(log) - size + 1, size):
         _, committed_pages, *salts, sum_1, sum_2 = _FRAME.unpack_from(log, offset)
         right = False
@@ -65,11 +71,10 @@ def log_is_cut(database: Path) -> bool:
                 sum_1,
                 sum_2,
             )
-        if right and committed_pages and not reached:
-            return True
+        count += bool(right and committed_pages and not reached)
         reached = reached and right
         before = (sum_1, sum_2)
-    return False
+    return count
 
 
 def _checksum(data: bytes, sums: Sums, big_endian: bool) -> Sums:

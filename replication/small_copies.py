@@ -23,11 +23,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptfs.cache.boot import booted_at_seconds
 from ckptfs.cache.checksum import Buffer, cell_hash, content_root
 from ckptfs.cache.drive_refusal import connect_read_only, refuses_writes
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
-from ckptfs.cache.sqlite_files import ASIDE, first_damage, is_damage, log_is_cut, readable_rows, set_aside, were_set_aside
+from ckptfs.cache.sqlite_files import (
+    ASIDE,
+    commits_out_of_reach,
+    first_damage,
+    is_damage,
+    readable_rows,
+    set_aside,
+    were_set_aside,
+)
 from ckptfs.cache.sqlite_full import is_full
 from ckptfs.cache.store import sync_directory
 from ckptfs.replication.errors import ShardConflict, ShardDamaged, ShardNotFound, StoreFailed, StoreFull
@@ -198,7 +207,10 @@ class SmallCopies:
             if expected and (not path.exists() or not path.stat().st_size):
                 log.error("small_copies_gone path=%s: %s", path, _REMEDY)
                 Path(f"{path}{ASIDE}{time.time_ns()}").touch()
-            if log_is_cut(path):
+            cut_off = commits_out_of_reach(path)
+            # Each commit is synced before the next one begins: so a power cut leaves one at most.
+            by_power_cut = cut_off == 1 and os.stat(f"{path}-wal").st_mtime < booted_at_seconds()
+            if cut_off and not by_power_cut:
                 log.error("small_copies_log_cut path=%s-wal: it is damaged, or a power cut hit its last write; %s", path, _REMEDY)
                 shutil.copyfile(f"{path}-wal", f"{path}{ASIDE}{time.time_ns()}-wal")
         except OSError as error:
@@ -207,6 +219,9 @@ class SmallCopies:
             self._database = _open(path)
         except DamagedData as damage:
             self._database = self._made_anew(damage, None)
+        if by_power_cut and not refuses_writes(path.parent):  # else it would be found again, and taken for damage of this boot
+            with contextlib.suppress(sqlite3.OperationalError):
+                self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._evidence = were_set_aside(path)
 
     @property

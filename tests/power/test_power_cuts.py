@@ -25,6 +25,7 @@ from ckptfs.cache import boot, mount_db
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.fs import mount_recovery
 from ckptfs.fs.process_start import ignore_broken_leases
+from ckptfs.replication import small_copies
 from ckptfs.replication.errors import ShardNotFound
 from file_promises import Promises
 from forgetful_drive import Event, ForgetfulDrive, events
@@ -51,7 +52,7 @@ def another_boot(place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     boot_id = place / "boot_id"
     boot_id.write_text("another\n")
     monkeypatch.setattr(boot, "BOOT_ID", boot_id)
-    for module in (mount_db, mount_recovery):
+    for module in (mount_db, mount_recovery, small_copies):
         monkeypatch.setattr(module, "booted_at_seconds", lambda: time.time() + 60)
 
 
@@ -204,6 +205,8 @@ def check_shards(left: Path, number: int, marks: list[tuple[bool, dict[str, Any]
             problems.append(f"copy {copy}, which was acknowledged, is gone")
     if stores.recovered.damaged:
         problems.append(f"damaged: {stores.recovered.damaged}")
+    if stores.copies.problem:
+        problems.append(f"taken for damaged: {stores.copies.problem}")
     stores.close()
     return problems
 

@@ -246,6 +246,31 @@ def test_a_damaged_log_is_said_and_what_it_held_is_missing(tmp_path: Path, caplo
     copies.close()
 
 
+@pytest.mark.parametrize("written", ["in this boot", "in an earlier one"])
+def test_a_power_cut_amid_the_last_commit_is_no_damage(tmp_path: Path, written: str) -> None:
+    """Its pages got to the drive out of their order; nobody was told that it is safe."""
+    batch = [copy_of(number, 3000) for number in range(9)]
+    copies = SmallCopies(tmp_path / "small.db")
+    copies.put(batch[:1])
+    before = Path(f"{tmp_path}/small.db-wal").stat().st_size
+    copies.put(batch[1:])
+    (tmp_path / "cut").mkdir()
+    path = tmp_path / "cut" / "small.db"
+    for suffix in ("", "-wal"):
+        shutil.copy(tmp_path / f"small.db{suffix}", f"{path}{suffix}")
+    copies.close()
+    log = bytearray(Path(f"{path}-wal").read_bytes())
+    log[before : before + 4120] = bytes(4120)
+    Path(f"{path}-wal").write_bytes(log)
+    if written == "in an earlier one":
+        os.utime(f"{path}-wal", (1, 1))
+    for _ in range(2):
+        copies = SmallCopies(path, expected=True)
+        assert read(copies, batch) == 1
+        assert bool(copies.problem) == (written == "in this boot")
+        copies.close()
+
+
 def test_killed_just_before_a_new_database_takes_its_place(tmp_path: Path) -> None:
     path = tmp_path / "small.db"
     batch, _ = filled(path, 10)
