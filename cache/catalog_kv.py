@@ -133,6 +133,10 @@ class KeyValue(Protocol):
         """The newest revision, read linearizably."""
         ...
 
+    def is_short_of_room(self) -> bool:
+        """Whether the catalog's drive is full and what is kept back for removing names is half used: what can wait is to wait."""
+        ...
+
     def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
         """All changes after the revision, in order, one list per transaction; runs until it is closed.
 

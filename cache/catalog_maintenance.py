@@ -5,13 +5,15 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 from ckptfs.cache.catalog_connection import connect, patient, transaction
+from ckptfs.cache.catalog_room import CatalogRoom
 from ckptfs.cache.catalog_rows import count_checkpoint, trim_log
 from ckptfs.cache.errors import CatalogUnavailable, DamagedData
-from ckptfs.cache.kept_descriptors import kept_descriptor
 from ckptfs.cache.record_cache import RecordCache
-from ckptfs.cache.reserve import hold_beyond_end, lacking_beyond_end, room_at
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +21,10 @@ WAL_SIZE_BYTES_SOFT = 64 * 1024 * 1024  # a page that is written often is copied
 WAL_SIZE_BYTES_HARD = 256 * 1024 * 1024
 CHECKPOINT_PASSES_MAX = 4
 CHECKPOINT_FRAMES_LEFT_MAX = 256  # 1 MiB
-PAGE_SIZE = 4096
-INDEX_GROWTH_BYTES = 32 * 1024  # at once, for 4096 pages of the log
 CHECKPOINT_INTERVAL_SECONDS_MIN = 1.0
+SLACK_LOOKED_AT_SECONDS = 5.0
+LOG_REVISIONS_KEPT = 100_000
+LOG_REVISIONS_KEPT_WHEN_SHORT = 1_000
 
 
 class CatalogMaintenance:
@@ -35,8 +38,8 @@ class CatalogMaintenance:
         self._path = path
         self._writer_label = writer_label
         self._wal = wal
-        self._records = records
-        self._reserve_bytes = reserve_bytes
+        self._room = CatalogRoom(path, wal, lambda: records.database_pages, reserve_bytes)
+        self._slack_looked_at = float("-inf")
         self._thread: threading.Thread | None = None
         self._maintained_at = float("-inf")
         self.checkpoints = 0
@@ -49,62 +52,96 @@ class CatalogMaintenance:
             self._thread.join()
 
     def hold_room(self) -> int:
-        """Hold room for what the log, its index and the database grow by when the drive is full; returns the bytes that lack.
+        """Have room for what must go on when the drive is full (see `catalog_room`); returns the bytes that lack.
 
         Blocks shortly. To be called at start and now and then. Raises `OSError` for a drive that is broken rather than full.
         """
-        reserve = self._reserve_bytes
-        if not reserve:
-            return 0
-        lacking = hold_beyond_end(self._wal, reserve)
-        lacking += hold_beyond_end(kept_descriptor(self._path + "-shm"), 2 * INDEX_GROWTH_BYTES + reserve // 256)
-        return lacking + hold_beyond_end(kept_descriptor(self._path), self._database_growth())
+        lacking = self._room.hold()
+        if time.monotonic() - self._slack_looked_at >= SLACK_LOOKED_AT_SECONDS:
+            self._slack_looked_at = time.monotonic()
+            self._make_slack_quietly()
+        return lacking
 
-    def _database_growth(self) -> int:
-        """Twice what copying the log would let the database grow by now (half of it is what must be held), and a little."""
-        pending = self._records.database_pages * PAGE_SIZE - os.fstat(kept_descriptor(self._path)).st_size
-        return 2 * max(0, pending) + self._reserve_bytes // 4
+    def is_short_of_room(self, connection: sqlite3.Connection) -> bool:
+        """See `KeyValue`."""
+        try:
+            return self._room.is_short(connection)
+        except (sqlite3.Error, OSError):
+            return False  # whatever it is, the transaction will say
+
+    def _make_slack_quietly(self) -> None:
+        try:
+            connection = connect(self._path)
+            try:
+                self._make_slack(connection)
+            finally:
+                connection.close()
+        except (sqlite3.Error, OSError, CatalogUnavailable, DamagedData) as error:
+            log.info("catalog_slack_not_made path=%s error=%s", self._path, error)  # the next time
+
+    def _make_slack(self, connection: sqlite3.Connection) -> None:
+        if self._room.is_short(connection):
+            # Old rows of the log are whole pages, and every removal of a name adds a row.
+            self._trim(connection, min(LOG_REVISIONS_KEPT, LOG_REVISIONS_KEPT_WHEN_SHORT))
+        if not self._room.wants_slack(connection):
+            return
+        try:
+            for number in count():
+                put = partial(self._room.put_slack, number=number)
+                if not patient(self._path, partial(transaction, apply=put), connection):
+                    break
+        finally:
+            patient(self._path, partial(transaction, apply=self._room.free_slack), connection)
+        self._room.hold()
+
+    def _trim(self, connection: sqlite3.Connection, kept: int) -> None:
+        trim = partial(trim_log, kept=kept)
+        while patient(self._path, partial(transaction, apply=trim), connection):
+            pass
 
     def hold_room_quietly(self) -> None:
-        """As `hold_room`; a broken drive is logged."""
+        """As `hold_room`, of room beyond the files' ends only; a broken drive is logged."""
         try:
-            self.hold_room()
+            self._room.hold()
         except OSError as error:
             log.warning("catalog_room_not_held path=%s error=%s", self._path, error)
 
-    def when_due(self) -> None:
-        """Start the maintenance thread if the write-ahead log has grown. A thread rather than a task, so that the transaction
-        that noticed doesn't pay for it."""
+    def when_due(self, connection: sqlite3.Connection) -> None:
+        """Start the maintenance thread if the write-ahead log has grown, or room is to be made. A thread rather than a task, so
+        that the transaction that noticed doesn't pay for it. `connection` is the caller's, to look with."""
         if self._thread is not None and self._thread.is_alive():
             return
+        try:
+            task = self._due(connection)
+        except (sqlite3.Error, OSError) as error:  # the transaction stands: the next one looks again
+            log.warning("catalog_not_looked_at path=%s error=%s", self._path, error)
+            return
+        if task is not None:
+            self._thread = threading.Thread(target=task, name="catalog-maintenance", daemon=True)
+            self._thread.start()
+
+    def _due(self, connection: sqlite3.Connection) -> Callable[[], None] | None:
         # A small drive, which has a small reserve, has no room for a long log either.
-        soft = min(WAL_SIZE_BYTES_SOFT, 2 * self._reserve_bytes or WAL_SIZE_BYTES_SOFT)
+        soft = min(WAL_SIZE_BYTES_SOFT, 2 * self._room.reserve_bytes or WAL_SIZE_BYTES_SOFT)
         rested = time.monotonic() - self._maintained_at >= CHECKPOINT_INTERVAL_SECONDS_MIN
         if os.fstat(self._wal).st_size >= soft and rested:
             self._maintained_at = time.monotonic()
-            task = self._maintain
-        elif self._reserve_bytes and self._lacks_room():
-            task = self.hold_room_quietly
-        else:
-            return
-        self._thread = threading.Thread(target=task, name="catalog-maintenance", daemon=True)
-        self._thread.start()
-
-    def _lacks_room(self) -> bool:
-        grown = lacking_beyond_end(self._wal, self._reserve_bytes)
-        return bool(grown or lacking_beyond_end(kept_descriptor(self._path), self._database_growth()))
+            return self._maintain
+        if self._room.lacks():
+            return self.hold_room_quietly
+        if self._room.wants_slack(connection) or self._room.is_short(connection):
+            return self._make_slack_quietly
+        return None
 
     def _maintain(self) -> None:
         try:
             connection = connect(self._path)
             try:
-                # On a drive that is nearly full, what the file is cut by might be taken before it is held again.
-                keep_file = room_at(os.path.dirname(os.path.abspath(self._path))).free_bytes < 4 * self._reserve_bytes
-                self.checkpoints += checkpoint(connection, self._wal, keep_file=keep_file)
+                self.checkpoints += checkpoint(connection, self._wal, keep_file=self._room.is_scarce())
                 self.hold_room_quietly()
+                self._make_slack(connection)
                 patient(self._path, lambda connection: transaction(connection, count_checkpoint), connection)
-                while patient(self._path, lambda connection: transaction(connection, trim_log), connection):
-                    pass
+                self._trim(connection, LOG_REVISIONS_KEPT)
             finally:
                 connection.close()
         except (sqlite3.Error, OSError, CatalogUnavailable, DamagedData) as error:

@@ -60,6 +60,9 @@ class MemoryCatalog:
     async def count(self, prefix: bytes) -> int:
         return len(self._keys_with(prefix))
 
+    def is_short_of_room(self) -> bool:
+        return False
+
     async def revision(self) -> int:
         return len(self._log)
 

@@ -20,7 +20,16 @@ from ckptfs.cache.catalog_format import (
     version_key,
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put
-from ckptfs.cache.errors import CatalogUnavailable, InodeGone, InvalidMove, NameExists, NameTooLong, NoSuchName, NotADirectory
+from ckptfs.cache.errors import (
+    CatalogFull,
+    CatalogUnavailable,
+    InodeGone,
+    InvalidMove,
+    NameExists,
+    NameTooLong,
+    NoSuchName,
+    NotADirectory,
+)
 from ckptfs.cache.ids import InodeNumber, Vid
 
 ATTEMPTS_MAX = 100
@@ -115,6 +124,12 @@ async def find_version(kv: KeyValue, vid: Vid) -> tuple[Version, int] | None:
     """The version's record and its revision, or None when it is gone."""
     entry = await kv.get(version_key(vid))
     return None if entry is None else (unpack(Version, entry.value), entry.mod_revision)
+
+
+def require_room(kv: KeyValue) -> None:
+    """Raise `CatalogFull` if what adds to the catalog, and can wait, is to wait."""
+    if kv.is_short_of_room():
+        raise CatalogFull("the catalog's drive is full: what is kept back on it is for removing names; this is tried again")
 
 
 async def touched(kv: KeyValue, directory: InodeNumber, now_ns: int) -> list[Operation]:

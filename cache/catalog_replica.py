@@ -170,6 +170,9 @@ class ReplicatedCatalog:
     async def revision(self) -> int:
         return await self._origin.revision()
 
+    def is_short_of_room(self) -> bool:
+        return self._origin.is_short_of_room()
+
     async def catch_up(self) -> None:
         """Return once reads here see every transaction that returned, anywhere, before this call (R6)."""
         self._barriers_asked += 1

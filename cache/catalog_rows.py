@@ -13,7 +13,6 @@ from ckptfs.cache.catalog_kv import Compare, EmptyRange, Entry, Operation, Prese
 from ckptfs.cache.errors import DamagedData
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
 
-LOG_REVISIONS_KEPT = 100_000
 LOG_REVISIONS_TRIMMED_AT_ONCE = 1_000  # about 2 ms of write lock
 WATCH_ROWS_AT_ONCE = 256
 
@@ -154,9 +153,9 @@ def count_checkpoint(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE meta SET value=value+1 WHERE name='checkpoints'")
 
 
-def trim_log(connection: sqlite3.Connection) -> bool:
-    """Delete some of the rows that are older than what is kept; whether there may be more."""
-    keep_after = newest_revision(connection) - LOG_REVISIONS_KEPT
+def trim_log(connection: sqlite3.Connection, kept: int) -> bool:
+    """Delete some of the rows that are older than the newest `kept`; whether there may be more."""
+    keep_after = newest_revision(connection) - kept
     return (
         connection.execute(
             "DELETE FROM log WHERE rev IN (SELECT rev FROM log WHERE rev<=? ORDER BY rev LIMIT ?)",

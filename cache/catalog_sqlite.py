@@ -5,7 +5,7 @@ Tables (layout version 1, kept in `PRAGMA user_version`; `application_id` says t
     kv    key BLOB PRIMARY KEY, value BLOB, create_rev, mod_rev, session TEXT|NULL, check_sum   WITHOUT ROWID
     log   rev INTEGER PRIMARY KEY, events BLOB    one row a transaction: msgpack [[key, value|nil], …]
     bound session TEXT, key BLOB                  every key ever bound to the session: where to look when it ends, no more
-    meta  name TEXT PRIMARY KEY, value            `checkpoints`: written after each checkpoint
+    meta  name TEXT PRIMARY KEY, value            `checkpoints`: written after each checkpoint; `slack-<n>`: see `catalog_room`
 
 `check_sum` is the CRC-32 of key and value: SQLite has none of its own, and a flipped bit in a record must be an error
 rather than another record. The newest revision is `max(rev)` of the log, which always keeps its last row.
@@ -16,9 +16,8 @@ transaction to a worker thread that waits on a connection of its own. Commits ar
 automatic checkpoint); `make_durable` syncs the write-ahead log beside running transactions, one sync for all who asked
 before it began. Checkpoints and trimming the log happen in a thread of their own (`catalog_maintenance`).
 
-On a full drive names must still go. So the log, its index and the database hold room beyond their ends (`hold_room`), and a
-log that can't grow all the same is copied into the database and begun anew, in the room its file has. New names are refused
-before they come here.
+On a full drive names must still go: see `catalog_room`. A log that can't grow is copied into the database and begun anew, in the
+room its file has. New names are refused before they come here.
 
 SQLite's locks are POSIX locks, which a process loses when it closes *any* descriptor of the locked file: nothing here may
 close one of the database or the `-shm` (see `kept_descriptors`), only of the `-wal`, which is never locked. Local file systems
@@ -26,6 +25,7 @@ only.
 """
 
 import contextlib
+import logging
 import os
 import sqlite3
 import time
@@ -63,6 +63,8 @@ from ckptfs.cache.errors import CatalogCompacted, DamagedData, StoreError
 from ckptfs.cache.kept_descriptors import open_existing
 from ckptfs.cache.record_cache import MISSING, NEIGHBOURS_SUFFIX_SIZE, RecordCache, Written
 from ckptfs.cache.sqlite_full import is_full
+
+log = logging.getLogger(__name__)
 
 WAL_LOOKED_AT_EVERY = 64  # transactions: each adds some 30 KiB
 WATCH_POLL_SECONDS = 0.05
@@ -281,7 +283,7 @@ class SqliteCatalog:
             result = await trio.to_thread.run_sync(attempt, apply, limiter=self._writer_limit)
         self._transactions += 1
         if self._transactions % WAL_LOOKED_AT_EVERY == 0:
-            self._maintenance.when_due()
+            self._maintenance.when_due(self._connection)
         if result.succeeded:
             self.poke()
         else:
@@ -312,6 +314,7 @@ class SqliteCatalog:
             while not checkpoint(connection, self._wal, keep_file=True) and time.monotonic() < deadline:
                 time.sleep(0.01)  # others are reading what is to be written over
         except sqlite3.Error as error:
+            log.warning("catalog_log_not_begun_anew path=%s error=%s", self.path, error)
             raise self._noted(translated(self.path, error)) from error
         finally:
             connection.close()
@@ -371,6 +374,10 @@ class SqliteCatalog:
     def hold_room(self) -> int:
         """See `CatalogMaintenance.hold_room`."""
         return self._maintenance.hold_room()
+
+    def is_short_of_room(self) -> bool:
+        """See `KeyValue`."""
+        return self._maintenance.is_short_of_room(self._connection)
 
     def statistics(self) -> CatalogStatistics:
         return CatalogStatistics(

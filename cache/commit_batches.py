@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from ckptfs.cache.catalog_format import Version
 from ckptfs.cache.catalog_kv import COMPARES_MAX, OPERATIONS_MAX, Compare, KeyValue, Operation
-from ckptfs.cache.catalog_records import Conflict, Plan, commit, repeated
+from ckptfs.cache.catalog_records import Conflict, Plan, commit, repeated, require_room
 from ckptfs.cache.ids import Vid
 
 Item = TypeVar("Item")
@@ -19,7 +19,11 @@ Done = list[tuple[Item, list[tuple[Vid, Version]]]]
 async def commit_batched(
     kv: KeyValue, items: Sequence[Item], planner: Planner[Item], careful_planner: Planner[Item]
 ) -> Done[Item]:
-    """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one."""
+    """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one.
+
+    Records grow with each step: on a drive that is full they wait. Raises `CatalogFull` then, and what `commit` raises.
+    """
+    require_room(kv)
     done: Done[Item] = []
     batch = _Batch[Item]()
     for item in items:

@@ -21,7 +21,7 @@ from ckptfs.cache.catalog_format import (
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Unchanged
-from ckptfs.cache.catalog_records import commit, find_version, repeated
+from ckptfs.cache.catalog_records import commit, find_version, repeated, require_room
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.cache.version_recovery import scan
 from ckptfs.cache.version_states import version_step
@@ -78,6 +78,8 @@ async def commit_reshaped(kv: KeyValue, reshaped: ReshapedCommit) -> bool:
         raise ValueError(f"{len(reshaped.shards)} shards are not those of {reshaped.code} on as many stores")
     if any(shard not in reshaped.before and shard.store not in reshaped.store_revisions for shard in reshaped.shards):
         raise ValueError("a holder's revision is missing")
+
+    require_room(kv)
 
     async def attempt() -> bool:
         found = await find_version(kv, reshaped.vid)

@@ -129,5 +129,6 @@ class NotingCatalog:
         self.transact = repeats.transact
         self.make_durable = kv.make_durable
         self.revision = kv.revision
+        self.is_short_of_room = kv.is_short_of_room
         self.watch = kv.watch
         self.aclose = kv.aclose

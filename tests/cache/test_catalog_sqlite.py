@@ -4,18 +4,21 @@ import os
 import shutil
 import sqlite3
 import threading
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
-from ckptfs.cache import catalog_connection, catalog_maintenance, catalog_rows, catalog_sqlite
+from ckptfs.cache import catalog_connection, catalog_maintenance, catalog_room, catalog_rows, catalog_sqlite
 from ckptfs.cache.catalog_format import FORMAT_KEY
 from ckptfs.cache.catalog_kv import Delete, Entry, Present, Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.errors import CatalogCompacted, CatalogUnavailable, DamagedData, StoreError
+from ckptfs.cache.errors import CatalogCompacted, CatalogFull, CatalogUnavailable, DamagedData, StoreError
+from ckptfs.cache.ids import StoreId
+from ckptfs.cache.reserve import Room
+from ckptfs.cache.versions import Versions
 
 WAL_HEADER_SIZE = 32
 WAL_FRAME_SIZE = 24 + 4096
@@ -200,7 +203,7 @@ async def test_the_log_is_checkpointed_and_trimmed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(catalog_maintenance, "WAL_SIZE_BYTES_SOFT", 256 * 1024)
     monkeypatch.setattr(catalog_sqlite, "WAL_LOOKED_AT_EVERY", 8)
     monkeypatch.setattr(catalog_maintenance, "CHECKPOINT_INTERVAL_SECONDS_MIN", 0.0)
-    monkeypatch.setattr(catalog_rows, "LOG_REVISIONS_KEPT", 50)
+    monkeypatch.setattr(catalog_maintenance, "LOG_REVISIONS_KEPT", 50)
     monkeypatch.setattr(catalog_rows, "LOG_REVISIONS_TRIMMED_AT_ONCE", 20)
     kv = opened(tmp_path / "c.db")
     for number in range(400):
@@ -302,3 +305,57 @@ async def test_a_damaged_neighbour_is_an_error_of_its_own_key(tmp_path: Path) ->
         await kv.get_many(keys)
     await kv.aclose()
     await other.aclose()
+
+
+async def test_slack_is_free_pages_inside_and_is_made_again_when_half_of_it_is_used(tmp_path: Path) -> None:
+    kv = SqliteCatalog.open(tmp_path / "c.db", writer_label="test", reserve_bytes=8 << 20)
+
+    def free_pages() -> int:
+        with closing(sqlite3.connect(kv.path)) as connection:
+            return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+    def rows() -> list[str]:
+        with closing(sqlite3.connect(kv.path)) as connection:
+            return [name for (name,) in connection.execute("SELECT name FROM meta")]
+
+    assert kv.hold_room() == 0
+    assert 512 <= free_pages() <= 520, "a quarter of the reserve"
+    for number in range(2000):
+        await kv.transact([], [Put(b"k/%d" % number, b"v" * 3000)])
+    await trio.to_thread.run_sync(kv._maintenance.join)
+    assert free_pages() > 200, "made again meanwhile"
+    assert rows() == ["checkpoints"]
+    assert not kv.is_short_of_room()
+    with closing(sqlite3.connect(kv.path)) as connection:
+        connection.execute("INSERT INTO meta VALUES('slack-7', 'left by a killed process')")
+        connection.commit()
+    kv._maintenance._slack_looked_at = float("-inf")
+    for _ in range(2):
+        for number in range(300):
+            await kv.transact([], [Put(b"l/%d" % number, b"v" * 3000)])
+        await trio.to_thread.run_sync(kv._maintenance._maintain)
+    assert rows() == ["checkpoints"]
+    assert await kv.count(b"k/") == 2000
+    await kv.aclose()
+
+
+async def test_what_can_wait_waits_on_a_full_drive_until_slack_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(1 << 40, 1 << 40, 1 << 20)
+    monkeypatch.setattr(catalog_room, "room_at", lambda path: room)
+    kv = SqliteCatalog.open(tmp_path / "c.db", writer_label="test", reserve_bytes=8 << 20)
+    kv.hold_room()
+    assert not kv.is_short_of_room()
+    room = Room(1 << 20, 1 << 40, 1 << 20)
+    assert not kv.is_short_of_room(), "the slack is whole"
+    for number in range(400):
+        await kv.transact([], [Put(b"k/%d" % number, b"v" * 3000)])
+    assert kv.is_short_of_room()
+    with pytest.raises(CatalogFull, match="tried again"):
+        await Versions(kv, StoreId(bytes(16)), 1, lambda: 1).commit_local([])
+    room = Room(1 << 40, 1 << 40, 1 << 20)
+    kv._maintenance._slack_looked_at = float("-inf")
+    kv.hold_room()
+    assert not kv.is_short_of_room()
+    await kv.aclose()
