@@ -12,6 +12,7 @@
     replica.db      what the catalog says, where it is on etcd
     mount.notes                              changes that mount.db has not committed yet
     reserve         room kept for starting on a full drive; may be absent
+    boot            the boot id of the machine when the node last ran, as in /proc; may be absent
     run/            sockets and pid files
 
 A store of a newer format, of another node, or in use raises `StoreError`; nothing in it is changed then.
@@ -91,6 +92,7 @@ class StoreDirectory:
         self.shards = path / "shards"
         self.copies = path / "copies"
         self.reserve = path / "reserve"
+        self.boot = path / "boot"
         self.run = path / "run"
         self.mount_db = path / "mount.db"
         self.agent_db = path / "agent.db"

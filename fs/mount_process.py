@@ -243,7 +243,17 @@ class MountProcess:
         mounted = mounts_at(config.mountpoint)
         self._for_its_user_only = config.mount.allow_other and bool(mounted) and not mounted[-1].allow_other
         recovery = MountRecovery(
-            self._database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen
+            self._database,
+            store.store_id,
+            namespace,
+            versions,
+            segments,
+            open_files,
+            settler,
+            reclaimer,
+            holds,
+            content.reopen,
+            store.boot,
         )
         await recovery.run()
         await growing.begin()

@@ -4,19 +4,23 @@ In the same boot the page cache is still there, so every segment is whole; handl
 good if the connection is the same one. After a power cut (another boot id) an open version without its durable mark is dropped:
 its name shows what it had before, or goes (R4). The work is bounded by what was in flight: files in use, and those whose record
 in the catalog changed after `mount.db` was last known to agree with it. Only with a new database every version is looked at.
+
+Which boot the store was last used in stands in `mount.db`, and in a file of its own for when that is lost. Only where both are
+gone does the clock decide: it may have been set since, forwards or back.
 """
 
 import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from ckptfs.cache.boot import boot_id, booted_at_seconds
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import DamagedData, NoSuchName
-from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, segment_made_at
-from ckptfs.cache.mount_db import AGREED_FACT, BOOT_FACT, FileRow, FileState, MountDatabase, RemoteRow
+from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
+from ckptfs.cache.mount_db import AGREED_FACT, BOOT_FACT, MADE_FACT, FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -43,7 +47,9 @@ class MountRecovery:
         reclaimer: Reclaimer,
         holds: SegmentHolds,
         reopen: Callable[[InodeNumber, RemoteRow | None], Awaitable[FileInUse]],
+        boot: Path,
     ) -> None:
+        """`boot` is the store's file of that name."""
         self._database = database
         self._store = store
         self._namespace = namespace
@@ -54,27 +60,31 @@ class MountRecovery:
         self._reclaimer = reclaimer
         self._holds = holds
         self._reopen = reopen
+        self._boot = boot
         self._corrections: list[Callable[[], None]] = []
         """Of rows: to be made when the catalog is durable."""
 
     async def run(self) -> None:
         self._database.take_over()
         this_boot = boot_id()
-        known_boot_id = self._database.fact(BOOT_FACT)
+        noted_boot_id = self._database.fact(BOOT_FACT)
+        known_boot_id = noted_boot_id or self._boot_of_file()
         power_was_cut = known_boot_id not in (None, this_boot)
         booted_at = booted_at_seconds() if known_boot_id is None else 0.0
+        if noted_boot_id is None:
+            self._be_younger_than_all_segments()
         handles = self._database.handles()
         in_use = {handle.ino for handle in handles}
         restored = dropped = 0
         revision = await self._namespace.kv.revision()
-        changed = None if known_boot_id is None else await self._changed_inodes(revision)
-        if power_was_cut or known_boot_id is None:
+        changed = None if noted_boot_id is None else await self._changed_inodes(revision)
+        if power_was_cut or noted_boot_id is None:
             await self._add_unknown(changed)
         for row in self._rows_in_doubt(changed):
             if row.backing_id is not None and row.backing_id < 0:
                 self._open_files.give_back(-row.backing_id)
                 row = row._replace(backing_id=None)
-            # A database that is new doesn't know; the segment's name says when it was made.
+            # Where nothing says which boot it was, the segment's name says when it was made.
             older = power_was_cut or segment_made_at(row.segment) < booted_at
             if await self._restore(row, in_use=row.ino in in_use, power_was_cut=older):
                 restored += 1
@@ -97,8 +107,31 @@ class MountRecovery:
                 correct()
         self._database.set_fact(BOOT_FACT, this_boot)
         self._database.set_fact(AGREED_FACT, b"%d" % revision)
+        self._note_boot(this_boot)
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
+
+    def _boot_of_file(self) -> bytes | None:
+        with contextlib.suppress(OSError):
+            return self._boot.read_bytes().strip() or None
+        return None
+
+    def _note_boot(self, boot_id: bytes) -> None:
+        """In the file too. One that a power cut took says nothing; one of an older boot says that the power was cut."""
+        if self._boot_of_file() == boot_id:
+            return
+        temporary = self._boot.with_name("boot.new")
+        try:
+            temporary.write_bytes(boot_id + b"\n")
+            temporary.rename(self._boot)
+        except OSError as error:
+            log.warning("boot_not_noted path=%s error=%s", self._boot, error)
+
+    def _be_younger_than_all_segments(self) -> None:
+        """A database made after the clock was set back must not be older than what was there before it (`segment_sweep`)."""
+        newest = max((segment_made_at(segment) for segment in self._segments.all()), default=0)
+        if newest * 10**9 > int(self._database.fact(MADE_FACT) or 0):
+            self._database.set_fact(MADE_FACT, b"%d" % ((newest + SEGMENT_WINDOW_SECONDS) * 10**9))
 
     def _is_noted(self, ino: InodeNumber) -> bool:
         file = self._open_files.get(ino)

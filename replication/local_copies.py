@@ -219,10 +219,12 @@ class LocalCopies:
     def evictable(self, last_used_at: dict[Vid, float]) -> list[Vid]:
         """The copies that may go, the one used longest ago first; those in use may not.
 
-        `last_used_at` holds wall times of copies this process served; others count by their file's times.
+        `last_used_at` holds the monotonic times of copies this process served; others were used before it began, in the order of
+        their files' times, which a clock that was set makes wrong and no more.
         """
-        ages = sorted((last_used_at.get(vid, status.st_mtime), vid) for vid, status in self._scan())
-        return [vid for used_at, vid in ages if time.time() - used_at >= IN_USE_SECONDS]
+        now = time.monotonic()
+        ages = sorted((last_used_at.get(vid, float("-inf")), status.st_mtime, vid) for vid, status in self._scan())
+        return [vid for used_at, _, vid in ages if now - used_at >= IN_USE_SECONDS]
 
     def evict(self, vid: Vid) -> None:
         """As `remove`, to make room. What it took is free when nobody has it open any more."""

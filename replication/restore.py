@@ -270,7 +270,7 @@ class Restorer:
                 self._opening.pop(vid, None)
         self._sources.move_to_end(vid)
         if not isinstance(source.copy, PassingCopy):
-            self._last_used_at[vid] = time.time()
+            self._last_used_at[vid] = time.monotonic()
         return source
 
     async def _open(self, vid: Vid, version: Version, must_keep: bool) -> Source:

@@ -340,7 +340,17 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             store.store_id,
         )
         recovery = MountRecovery(
-            database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen
+            database,
+            store.store_id,
+            namespace,
+            versions,
+            segments,
+            open_files,
+            settler,
+            reclaimer,
+            holds,
+            content.reopen,
+            store.boot,
         )
         await recovery.run()
         await growing.begin()

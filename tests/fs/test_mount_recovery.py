@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import trio.testing
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
 from ckptfs.cache.mount_db import BOOT_FACT, FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs import mount_recovery
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
 from ckptfs.fs.open_files import Lane
@@ -524,3 +527,67 @@ async def test_a_start_looks_at_what_changed_and_not_at_what_is_stored(
     assert await node.state(ino) is VersionState.LOCAL
     assert await node.content(ino) == b"content"
     assert node.segment_count() == 19
+
+
+def _lose_database(node: Any) -> None:
+    node.kill()
+    for path in node.store.path.glob("mount.db*"):
+        path.unlink()
+
+
+async def test_a_clock_set_forwards_is_no_power_cut_when_the_database_is_lost(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that starts in 1970 and learns the time later."""
+    node = await start_node()
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfs.cache.ids.time.time", lambda: 1e6)
+        ino, fh = await node.create(b"file")
+        await node.write(fh, b"in the page cache")
+    _lose_database(node)
+    node = await start_node()
+    await node.settle()
+    assert await node.content(ino) == b"in the page cache"
+
+
+async def test_a_clock_set_back_does_not_hide_a_power_cut_when_the_database_is_lost(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"not synced")
+    _lose_database(node)
+    node.store.boot.write_bytes(b"another boot\n")
+    monkeypatch.setattr(mount_recovery, "booted_at_seconds", lambda: 1e6)
+    node = await start_node()
+    with pytest.raises(NoSuchName):
+        await node.namespace.inode(InodeNumber(ino))
+
+
+async def test_a_clock_set_back_does_not_make_a_new_database_older_than_segments(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog may have been restored with it: what it doesn't know may be the only bytes there are."""
+    node = await start_node()
+    os.close(node.segments.create(new_segment_id(), InodeNumber(77)))
+    _lose_database(node)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfs.cache.mount_db.time.time_ns", lambda: 10**15)
+        node = await start_node()
+    sweep = _sweep(node)
+    assert await sweep.sweep_segments() == 0
+    assert sweep.kept_count == 1
+
+
+async def test_where_nothing_says_which_boot_it_was_the_clock_does(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"not synced")
+    _lose_database(node)
+    node.store.boot.unlink()
+    monkeypatch.setattr(mount_recovery, "booted_at_seconds", lambda: time.time() + 100)
+    node = await start_node()
+    with pytest.raises(NoSuchName):
+        await node.namespace.inode(InodeNumber(ino))

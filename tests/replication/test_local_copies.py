@@ -87,9 +87,13 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
         copy = opened(copies, vid)
         copy.write(0, memoryview(CONTENT)[:CELL])
         copy.close()
-    now = time.time()
-    used = {vids[0]: now - 100, vids[1]: now - 300, vids[2]: now - 200, vids[3]: now}
+    now = time.monotonic()
+    used = {vids[0]: now - 100, vids[2]: now - 200, vids[3]: now}
     assert copies.evictable(used) == [vids[1], vids[2], vids[0]], "what is in use stays"
+    for vid, time_ns in ((vids[0], 0), (vids[1], 2**61), (vids[2], 2**62)):  # as a clock stamps them that was wrong, or is now
+        os.utime(copies.path_of(vid), ns=(time_ns, time_ns))
+    assert copies.evictable(used) == [vids[1], vids[2], vids[0]]
+    assert copies.evictable({}) == [vids[0], vids[3], vids[1], vids[2]]
     assert copies.missing_bytes(vids[1], 10 * CELL) == 9 * CELL
     copies.evict(vids[1])
     assert copies.missing_bytes(vids[1], 10 * CELL) == 10 * CELL
