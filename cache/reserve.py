@@ -3,7 +3,8 @@
 A file that grows can *hold* room beyond its end (fallocate(2) with KEEP_SIZE): readers see nothing of it, no other file can take
 it, and what is appended there can't meet a full drive. Cutting the file, even to the size it has, gives the room back.
 
-A *reserve* is a file of its own, removed when room is needed for what has no file yet.
+A *reserve* is a file of its own, and some empty ones that hold an inode each, removed when room is needed for what has no file
+yet.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ from typing import NamedTuple
 _KEEP_SIZE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+SPARE_INODES = 7
+"""Besides that of the reserve itself. Three processes that start replace a few small files each: for a moment there are two."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -69,11 +73,12 @@ def lacking_beyond_end(descriptor: int, size_bytes: int) -> int:
 
 
 class Reserve:
-    """One file of `size_bytes`. Any process of the node may give it up or make it again."""
+    """One file of `size_bytes`, and the spare inodes beside it. Any process of the node may give it up or make it again."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path
         self.size_bytes = size_bytes
+        self._spare = [path.with_name(f"{path.name}.{number + 1}") for number in range(SPARE_INODES)]
 
     def lacking_bytes(self) -> int:
         """How much of it is not there: 0 if it is whole."""
@@ -83,12 +88,20 @@ class Reserve:
             return self.size_bytes
 
     def give_up(self) -> None:
-        """Its room, and its inode, are free for whoever comes first. Raises `OSError`."""
-        self.path.unlink(missing_ok=True)
+        """Its room, and its inodes, are free for whoever comes first. Raises `OSError`."""
+        for path in (self.path, *self._spare):
+            path.unlink(missing_ok=True)
 
     def make(self) -> int:
-        """Make it whole if the drive has that much room; returns what is lacking. Raises `OSError` for a drive that is broken
-        rather than full."""
+        """Make it whole if the drive has that much room; returns how many bytes are lacking. Raises `OSError` for a drive that
+        is broken rather than full."""
+        try:
+            for path in self._spare:
+                if not path.exists():
+                    path.touch(0o600)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
         lacking = self.lacking_bytes()
         if lacking and room_at(self.path.parent).free_bytes >= lacking:
             try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.cache.reserve import Reserve, hold_beyond_end, room_at, share_of
+from ckptfs.cache.reserve import SPARE_INODES, Reserve, hold_beyond_end, room_at, share_of
 
 MIB = 1 << 20
 
@@ -41,8 +41,10 @@ def test_a_reserve_is_made_given_up_and_made_again(tmp_path: Path) -> None:
     assert reserve.make() == 0
     assert reserve.make() == 0
     assert os.stat(reserve.path).st_blocks * 512 >= 2 * MIB
+    assert len(list(tmp_path.iterdir())) == 1 + SPARE_INODES
     reserve.give_up()
     reserve.give_up()
+    assert list(tmp_path.iterdir()) == []
     assert reserve.lacking_bytes() == 2 * MIB
     assert reserve.make() == 0
     assert reserve.lacking_bytes() == 0
