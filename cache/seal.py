@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptfs.cache.checksum import cell_hash, cell_size_for, content_root
 from ckptfs.cache.holes import Holes, zero_hash
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
-from ckptfs.cache.segments import Segments, has_no_writer
+from ckptfs.cache.segments import NO_DESCRIPTOR, Segments, has_no_writer
 
 _SYNC_FILE_RANGE_WRITE = 2
 
@@ -80,6 +80,8 @@ class Sealer:
         try:
             self._segments.sync_directories([candidate.segment for candidate in synced])
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                return results
             return results + [SealFailed(candidate, error) for candidate in synced]
         for candidate in synced:
             try:
@@ -102,7 +104,7 @@ class Sealer:
             before = os.fstat(candidate.descriptor)
             return self._hashed(candidate, before)
         except OSError as error:
-            return SealFailed(candidate, error)
+            return None if error.errno in NO_DESCRIPTOR else SealFailed(candidate, error)
 
     def _hash(self, candidate: SealCandidate) -> Sealed | None:
         before = os.fstat(candidate.descriptor)

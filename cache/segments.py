@@ -25,6 +25,9 @@ from ckptfs.cache.holes import Holes, zero_hash
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, SegmentId
 
 ATTRIBUTE = "user.ckptfs"
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+"""No sync fails with these: a directory could not be opened to be synced, and nothing of the file is lost."""
+
 SYNC_FAILED_ATTRIBUTE = "user.ckptfs.sync_failed"
 FORMAT_VERSION = 1
 _LABEL = struct.Struct("<BQ")
@@ -166,15 +169,21 @@ class Segments:
 
     def all(self) -> list[SegmentId]:
         """Every segment there is. Other files among them are passed over."""
-        found = []
+        listing = self.listing()
+        return [SegmentId(listing[at : at + ID_SIZE]) for at in range(0, len(listing), ID_SIZE)]
+
+    def listing(self) -> bytes:
+        """As `all`, one id after the other: of a million segments a quarter of the memory. Blocks."""
+        found = bytearray()
         for directory in os.scandir(self._directory):
             if directory.is_dir(follow_symlinks=False):
                 names = [name for name in os.listdir(directory.path) if len(name) == 2 * ID_SIZE and name[:8] == directory.name]
-                found += [SegmentId(bytes.fromhex(name)) for name in names if _HEX.fullmatch(name)]
-        return found
+                found += b"".join(bytes.fromhex(name) for name in names if _HEX.fullmatch(name))
+        return bytes(found)
 
     def sync_directories(self, segments: list[SegmentId]) -> None:
-        """Make the names of these segments survive a power cut; each directory is synced once."""
+        """Make the names of these segments survive a power cut; each directory is synced once. Raises `OSError`: with one of
+        `NO_DESCRIPTOR` nothing failed."""
         directories = {os.path.dirname(self.path_of(segment)) for segment in segments}
         for directory in (*directories, self._directory) if directories else ():
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -37,6 +37,7 @@ from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.barrier import behind_barrier
 from ckptfs.fs.catalog import open_on_drive, open_replica
 from ckptfs.fs.config import NodeConfig, load_handed_config
+from ckptfs.fs.descriptor_room import DescriptorRoom
 from ckptfs.fs.durability import Durability, Fact
 from ckptfs.fs.file_clock import FileClock
 from ckptfs.fs.file_content import FileContent
@@ -220,10 +221,12 @@ class MountProcess:
         nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
         names = NameOperations(namespace, view, content, files, nameless, removed, repeats)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
+        handlers = names.handlers() | files.handlers() | inodes.handlers()
+        self._descriptors = DescriptorRoom(open_files.file_count, lambda: settler.waiting_count, settler.hurry)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
             self._device,
-            self._space.guarded(self._fresh(names.handlers() | files.handlers() | inodes.handlers()), was_carried_out),
+            self._descriptors.guarded(self._space.guarded(self._fresh(handlers), was_carried_out), was_carried_out),
             allow_passthrough=may_pass,
             continues=not self._new_connection,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
@@ -368,11 +371,11 @@ class MountProcess:
             await trio.sleep(CHECKPOINT_SECONDS)
 
     def _keep_database(self) -> None:
-        self._database.checkpoint()
         try:
+            self._database.checkpoint()
             self._database.hold_room()
-        except OSError as error:
-            log.warning("room_not_held path=%s error=%s", self._store.mount_db, error)
+        except (OSError, sqlite3.OperationalError) as error:  # no descriptor, say: the next time
+            log.warning("mount_db_not_kept path=%s error=%s", self._store.mount_db, error)
 
     async def _note_revision(self, noted: int) -> int:
         """Remember how far the catalog is for sure, so that the next start sees if it is not that far any more."""
@@ -506,6 +509,8 @@ class MountProcess:
                 f"only the user {os.geteuid()}, who runs the node, can use its mount: for others {fusermount.CONFIGURATION} needs"
                 " the line user_allow_other, and the node a new start (mount.allow_other = false: it is meant so)"
             )
+        if problem := self._descriptors.problem():
+            problems.append(problem)
         asked, agreed = self._config.protection, self._settings
         if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes) != (
             agreed.data_shards,

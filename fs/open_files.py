@@ -19,7 +19,7 @@ from ckptfs.cache.catalog_format import FORMAT_VERSION, Inode, Version, pack
 from ckptfs.cache.file_identity import FileIdentity
 from ckptfs.cache.ids import InodeNumber, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
-from ckptfs.cache.segments import Segments
+from ckptfs.cache.segments import NO_DESCRIPTOR, Segments
 from ckptfs.fs.backing import BackingFiles
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,10 @@ class OpenFiles:
 
     def __len__(self) -> int:
         return len(self._handles)
+
+    def file_count(self) -> int:
+        """The files in use, whose descriptors are open."""
+        return len(self._files)
 
     def __iter__(self) -> Iterator[FileInUse]:
         return iter(list(self._files.values()))
@@ -357,7 +361,8 @@ class OpenFiles:
                 file.copy_descriptor = None
 
     async def sync(self, file: FileInUse, *, with_name: bool) -> None:
-        """Sync the segment's bytes, and the name that it has in the store. Raises `OSError`: then no later sync can succeed."""
+        """Sync the segment's bytes, and the name that it has in the store. Raises `OSError`: then no later sync can succeed, unless
+        it is one of `NO_DESCRIPTOR`."""
         descriptor, segment = file.descriptor, file.segment
         assert descriptor is not None
         assert segment is not None
@@ -374,6 +379,8 @@ class OpenFiles:
         try:
             await trio.to_thread.run_sync(run)
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise
             self.sync_failed(file)
             log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
             raise

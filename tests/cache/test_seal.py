@@ -1,5 +1,6 @@
 """Sealing: only what nothing can write to and nothing touched meanwhile, with the root of exactly those bytes."""
 
+import errno
 import mmap
 import os
 import random
@@ -151,3 +152,18 @@ def test_one_sealer_seals_larger_and_smaller_ones_in_any_order(sealer: Sealer, a
     for content, candidate, sealed in zip(contents, candidates, sealer.seal(candidates), strict=True):
         assert isinstance(sealed, Sealed)
         assert sealed.root == content_root(candidate.vid, len(content), sealed.cell_size, cell_table(content, sealed.cell_size))
+
+
+def test_where_no_descriptor_is_left_nothing_has_failed(
+    sealer: Sealer, add: AddSegment, segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = add(b"x")
+
+    def open_nothing(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_nothing)
+        assert sealer.seal([candidate]) == []
+        assert sealer.hash_prefix(candidate) is None
+    assert isinstance(sealer.seal([candidate])[0], Sealed)
