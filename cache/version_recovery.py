@@ -123,15 +123,15 @@ async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> 
                 continue
 
 
-async def versions_at_home(kv: KeyValue, store: StoreId, states: Sequence[VersionState]) -> list[tuple[Vid, Version]]:
+async def versions_at_home(
+    kv: KeyValue, store: StoreId, states: Sequence[VersionState]
+) -> AsyncGenerator[tuple[Vid, Version], None]:
     """Versions in these states whose home is the store, by a walk over all versions."""
-    versions = []
     async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
             if version.home == store and version.state in states:
-                versions.append((vid_of_key(entry.key), version))
-    return versions
+                yield vid_of_key(entry.key), version
 
 
 async def scan(kv: KeyValue, prefix: bytes) -> AsyncGenerator[Entry, None]:

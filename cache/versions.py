@@ -4,7 +4,8 @@ The states and what leads from one to the next stand in `version_states`; what h
 ends a version together with its name, in `removal` and `rename`. Pure: time and randomness are injected.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 import msgspec
@@ -462,7 +463,12 @@ class Versions:
         self, store: StoreId, states: Sequence[VersionState] = (VersionState.OPEN, VersionState.LOCAL)
     ) -> list[tuple[Vid, Version]]:
         """Versions in these states whose home is the store, by a walk over all versions: for rebuilding its database."""
-        return await versions_at_home(self.kv, store, states)
+        async with aclosing(self.walk_local_versions(store, states)) as versions:
+            return [item async for item in versions]
+
+    def walk_local_versions(self, store: StoreId, states: Sequence[VersionState]) -> AsyncGenerator[tuple[Vid, Version], None]:
+        """As `local_versions`, one after the other: there may be a million. Whoever walks lets others run meanwhile."""
+        return versions_at_home(self.kv, store, states)
 
 
 def _check_protected(protected: ProtectedCommit, version: Version) -> None:

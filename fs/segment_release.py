@@ -10,16 +10,19 @@ is never released. Local copies of other nodes' files, which are the agent's, go
 Free is to be the reserve, and room for a save as large as the newest. Where that can't be had a warning says so before the save.
 """
 
+import heapq
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from itertools import chain
 
 import trio
 
 from ckptfs.cache.catalog_format import NO_SEGMENT, Version, VersionState
 from ckptfs.cache.errors import CacheError
-from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.reserve import room_at
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -35,6 +38,10 @@ NOTHING_FOUND_SECONDS = 30.0
 """After a walk over the catalog that found nothing to release."""
 
 BATCH_COUNT = 64
+WALKED_AT_ONCE = 500
+OLDEST_MAX = 10_000
+"""So many are found by one walk over the catalog: about 1 MiB."""
+
 PROVE_AGAIN_SECONDS = 300.0
 """A version that could not be proved is not tried again sooner: its shards were read for nothing, and repaired in vain."""
 
@@ -136,9 +143,10 @@ class SegmentRelease:
         count = 0
         now = self._now()
         self._not_before = {vid: at for vid, at in self._not_before.items() if at > now}
-        candidates = [item for item in await self._oldest_first() if item[0] not in self._not_before]
+        candidates = await self._oldest_first()
         for start in range(0, len(candidates), BATCH_COUNT):
-            batch = candidates[start : start + BATCH_COUNT]
+            found = [(vid, await self._versions.version(vid)) for vid in candidates[start : start + BATCH_COUNT]]
+            batch = [(vid, version) for vid, version in found if version is not None and version.segment != NO_SEGMENT]
             facts = await self._standing([version.ino for _, version in batch])
             for vid, version in batch:
                 if self.wanted_bytes() <= 0:
@@ -153,14 +161,24 @@ class SegmentRelease:
                     await self._reclaimer.drain()
         return count
 
-    async def _oldest_first(self) -> list[tuple[Vid, Version]]:
-        versions = await self._versions.local_versions(self._store, (VersionState.PROTECTED,))
-        with_segment = [(vid, version) for vid, version in versions if version.segment != NO_SEGMENT]
+    async def _oldest_first(self) -> list[Vid]:
+        """The protected versions whose segments were written longest ago, as far as they are not to be passed over now."""
+        oldest: list[tuple[int, Vid]] = []
+        walked: list[tuple[SegmentId, Vid]] = []
 
-        def sort() -> list[tuple[Vid, Version]]:
-            return sorted(with_segment, key=lambda item: self._segments.written_at_ns(item[1].segment))
+        def merge() -> list[tuple[int, Vid]]:
+            written = ((self._segments.written_at_ns(segment), vid) for segment, vid in walked)
+            return heapq.nsmallest(OLDEST_MAX, chain(oldest, written))
 
-        return await trio.to_thread.run_sync(sort)
+        async with aclosing(self._versions.walk_local_versions(self._store, (VersionState.PROTECTED,))) as versions:
+            async for vid, version in versions:
+                if version.segment != NO_SEGMENT and vid not in self._not_before:
+                    walked.append((version.segment, vid))
+                if len(walked) == WALKED_AT_ONCE:
+                    oldest = await trio.to_thread.run_sync(merge)
+                    walked.clear()
+        oldest = await trio.to_thread.run_sync(merge)
+        return [vid for _, vid in oldest]
 
     async def _is_proved(self, vid: Vid, version: Version) -> bool:
         reason = await self._prove(vid)

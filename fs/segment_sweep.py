@@ -15,13 +15,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import aclosing
 
 import trio
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
-from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
+from ckptfs.cache.id_filter import IdFilter
+from ckptfs.cache.ids import ID_SIZE, SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
 from ckptfs.cache.mount_db import AGREED_FACT, MADE_FACT, FileRow, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
@@ -34,6 +36,10 @@ log = logging.getLogger(__name__)
 
 ROWS_SECONDS = 2.0
 SEGMENTS_SECONDS = 60.0
+PAUSE_FACTOR = 50
+"""A sweep takes at most so small a part of the time, however many files there are."""
+
+PAGE_COUNT = 500
 
 
 class SegmentSweep:
@@ -64,13 +70,17 @@ class SegmentSweep:
         """Segments nothing names that are kept all the same."""
 
     async def run(self) -> None:
-        segments_at = 0.0
+        rows_at = segments_at = 0.0
         while True:
-            await self.sweep_rows()
-            if trio.current_time() >= segments_at:
+            started = trio.current_time()
+            if started >= rows_at:
+                await self.sweep_rows()
+                rows_at = trio.current_time() + ROWS_SECONDS
+            started = trio.current_time()
+            if started >= segments_at:
                 await self.sweep_segments()
-                segments_at = trio.current_time() + SEGMENTS_SECONDS
-            await trio.sleep(ROWS_SECONDS)
+                segments_at = _next(started, SEGMENTS_SECONDS)
+            await trio.sleep(max(0.0, min(rows_at, segments_at) - trio.current_time()))
 
     async def sweep_rows(self) -> int:
         """Let go what other nodes have removed or taken over, unless programs here have it open. Returns how many rows went."""
@@ -123,11 +133,9 @@ class SegmentSweep:
 
     async def sweep_segments(self) -> int:
         """Returns how many segments go."""
-        there = self._segments.all()
+        there = await trio.to_thread.run_sync(self._segments.listing)
         try:
-            named = {version.segment for _, version in await self._versions.local_versions(self._store, tuple(VersionState))}
-            unnamed = [segment for segment in there if segment not in named]
-            unwanted = [segment for segment in unnamed if not await self._is_wanted(segment)]
+            unwanted = [segment for segment in await self._unnamed(there) if not await self._is_wanted(segment)]
         except CacheError as error:
             log.warning("segment_sweep_put_off error=%s", error)
             return 0
@@ -137,6 +145,25 @@ class SegmentSweep:
             log.warning("segments_kept count=%d: older than mount.db, and the catalog doesn't know them", self.kept_count)
         self._remove(gone)
         return len(gone)
+
+    async def _unnamed(self, listing: bytes) -> list[SegmentId]:
+        """Those that no version names, or most of them: the rest is found by the next sweeps."""
+        named = IdFilter(len(listing) // ID_SIZE)
+        if listing:
+            async with aclosing(self._versions.walk_local_versions(self._store, tuple(VersionState))) as versions:
+                number = 0
+                async for _, version in versions:
+                    named.add(version.segment)
+                    if (number := number + 1) % PAGE_COUNT == 0:
+                        await trio.lowlevel.checkpoint()
+        unnamed = []
+        for at in range(0, len(listing), ID_SIZE):
+            if at % (ID_SIZE * PAGE_COUNT) == 0:
+                await trio.lowlevel.checkpoint()
+            segment = SegmentId(listing[at : at + ID_SIZE])
+            if segment not in named:
+                unnamed.append(segment)
+        return unnamed
 
     def _is_younger_than_database(self, segment: SegmentId) -> bool:
         made_ns = int(self._database.fact(MADE_FACT) or 0)
@@ -175,3 +202,8 @@ class SegmentSweep:
             if version is not None and version.segment == segment:
                 return True
         return False
+
+
+def _next(started: float, seconds_min: float) -> float:
+    now = trio.current_time()
+    return now + max(seconds_min, PAUSE_FACTOR * (now - started))
