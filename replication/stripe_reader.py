@@ -43,6 +43,10 @@ Result = TypeVar("Result")
 LATE_SECONDS = 0.75
 """After this long one more holder is asked. A cell on the same machine takes milliseconds, over a slow network tens of them."""
 
+IMPATIENT_SECONDS = 4 * LATE_SECONDS
+PATIENT_SECONDS = 30.0
+"""For one answer, where there are others to ask, and where there is nobody else."""
+
 SLOW_SECONDS = 5.0
 """For how long a holder that was late is asked last."""
 
@@ -153,10 +157,12 @@ class StripeReader:
 
     async def _open_content(self, vid: Vid, version: Version) -> StripedContent:
         complaints: list[tuple[StoreId, Exception]] = []
-        for index in self._order(version, range(len(version.shards))):
+        order = self._order(version, range(len(version.shards)))
+        last_hope = None if has_segment(version) else self._last_hope(version, order)
+        for index in order:
             store = version.shards[index].store
             try:
-                with trio.fail_after(LATE_SECONDS * 4 if has_segment(version) or index + 1 < len(version.shards) else 30):
+                with trio.fail_after(PATIENT_SECONDS if index == last_hope else IMPATIENT_SECONDS):
                     footer = await self._holders.footer(store, vid, index)
                 table = self._proved_content_table(vid, version, footer)
             except (ReplicationError, trio.TooSlowError) as error:
@@ -203,10 +209,11 @@ class StripeReader:
     async def _read_copy(self, vid: Vid, version: Version) -> bytes:
         complaints: list[tuple[StoreId, Exception]] = []
         order = self._order(version, range(len(version.shards)))
+        last_hope = self._last_hope(version, order)
         for index in order:
             store = version.shards[index].store
             try:
-                with trio.fail_after(LATE_SECONDS * 4 if index != order[-1] else 30):
+                with trio.fail_after(PATIENT_SECONDS if index == last_hope else IMPATIENT_SECONDS):
                     data = await self._holders.read_copy(store, vid)
                 if not self.is_content(vid, version, data):
                     raise ShardDamaged("the copy is not what the catalog says")
@@ -430,6 +437,11 @@ class StripeReader:
             return self._trouble_with(store), index >= version.data_shards, store != self._members.own_store, index
 
         return sorted(indices, key=rank)
+
+    def _last_hope(self, version: Version, order: Sequence[int]) -> int:
+        """Of those in that order the last whose holder isn't known to be dead: whoever comes after it won't answer anyway."""
+        alive = [index for index in order if self._trouble_with(version.shards[index].store) < 2]
+        return (alive or order)[-1]
 
     def _trouble_with(self, store: StoreId) -> int:
         """2 for a store known to be dead, 1 for one that was late a moment ago, else 0."""

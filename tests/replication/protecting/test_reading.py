@@ -10,6 +10,8 @@ import pytest
 import trio
 
 from ckptfs.cache.catalog_format import ShardLayout, Version
+from ckptfs.replication import stripe_reader
+from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.local_copies import CopyFull, LocalCopy
 from ckptfs.replication.shard_format import HEADER_SIZE
 
@@ -143,6 +145,37 @@ async def test_a_holder_that_hangs_is_gone_round(cluster: Any) -> None:
         assert await reader.content(saved) == saved.content
     assert 1 <= asked <= STRIPES, "a late holder is asked last, not again and again"
     assert reader.running.reader.counters.cells_decoded == STRIPES
+
+
+@pytest.mark.parametrize("size", [500, SIZE])
+async def test_the_only_holder_that_is_left_is_waited_for(cluster: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Those that are known to be dead come behind it, and are no reason for haste."""
+    monkeypatch.setattr(stripe_reader, "IMPATIENT_SECONDS", 0.05)
+    saved, version = await protected(cluster, size)
+    os.unlink(cluster[0].segments.path_of(saved.segment))
+    await cluster[0].versions.release_segment(saved.vid, version.shards)
+    holders = [cluster.number_of(shard.store) for shard in version.shards]
+    reader = next((node for node in cluster.nodes if node.number not in holders), cluster[holders[0]])
+    slow = holders[-1]
+    real_copy, real_footer = reader.running.holders.read_copy, reader.running.holders.footer
+
+    async def read_copy(store: Any, vid: Any) -> bytes:
+        if cluster.number_of(store) != slow:
+            raise PeerUnreachable("down")
+        await trio.sleep(0.3)
+        return bytes(await real_copy(store, vid))
+
+    async def footer(store: Any, vid: Any, index: int) -> Any:
+        if cluster.number_of(store) != slow:
+            raise PeerUnreachable("down")
+        await trio.sleep(0.3)
+        return await real_footer(store, vid, index)
+
+    for number in holders:
+        if number not in (slow, reader.number):
+            reader.running.members.note_failure(version.shards[holders.index(number)].store, PeerUnreachable("down"))
+    reader.running.holders.read_copy, reader.running.holders.footer = read_copy, footer
+    assert await reader.content(saved) == saved.content
 
 
 async def test_stripes_are_fetched_once_however_many_ask(cluster: Any) -> None:
@@ -426,7 +459,7 @@ async def test_copies_used_longest_ago_make_room_and_those_in_use_stay(cluster: 
     restorer, copies = reader.running.restorer, reader.running.copies
     for one in files:
         assert await reader.content(one) == one.content
-    now = time.time()
+    now = time.monotonic()
     restorer._last_used_at.update({files[0].vid: now - 100, files[1].vid: now - 200, files[2].vid: now})
     monkeypatch.setattr(copies, "has_room", lambda needed_bytes: len(copies.vids()) < 3)
     assert await restorer.make_room()
