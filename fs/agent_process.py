@@ -25,6 +25,7 @@ from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.peer_transport import transport_of
 from ckptfs.fs.process_start import (
+    be_killed_for_memory,
     death_logged,
     die_with_parent,
     ignore_broken_leases,
@@ -145,6 +146,7 @@ def main() -> None:
     start_log(config.log_directory, "agent")
     raise_descriptor_limit()
     ignore_broken_leases()
+    be_killed_for_memory(20)
     run_directory = config.store / "run"
     with death_logged(run_directory, "agent"):
         write_pid_file(run_directory, "agent")

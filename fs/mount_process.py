@@ -25,6 +25,7 @@ from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
@@ -55,6 +56,7 @@ from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
 from ckptfs.fs.open_files import Handle, OpenFiles
 from ckptfs.fs.process_start import (
+    be_killed_for_memory,
     death_logged,
     die_with_parent,
     end_for_good,
@@ -115,7 +117,10 @@ class MountProcess:
         else:
             self._kv = self._catalog_file = open_on_drive(config, "mount")
         self._agent = LocalClient(self._store.agent_socket)
-        self._space = Space(config.store, store_reserve(self._store), self._catalog_file, self._agent_has_started)
+        self._refusal_mark = RefusalMark(self._store.store_id, self._store.path)
+        self._space = Space(
+            config.store, store_reserve(self._store), self._catalog_file, self._agent_has_started, self._refusal_mark
+        )
         self._incarnation = incarnation
         self._new_connection = self._begin_connection()
         self._agreed = trio.Event()
@@ -257,6 +262,7 @@ class MountProcess:
             holds,
             content.reopen,
             store.boot,
+            self._refusal_mark,
         )
         await recovery.run()
         await growing.begin()
@@ -550,6 +556,7 @@ def main() -> None:
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()
     ignore_broken_leases()
+    be_killed_for_memory(10)
     run_directory = config.store / "run"
     with death_logged(run_directory, "mount"):
         process = MountProcess(config, int(device), int(incarnation))

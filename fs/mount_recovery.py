@@ -6,7 +6,8 @@ its name shows what it had before, or goes (R4). The work is bounded by what was
 in the catalog changed after `mount.db` was last known to agree with it. Only with a new database every version is looked at.
 
 Which boot the store was last used in stands in `mount.db`, and in a file of its own for when that is lost. Only where both are
-gone does the clock decide: it may have been set since, forwards or back.
+gone does the clock decide: it may have been set since, forwards or back. A file system that refused writes and was unmounted then
+is as good as a power cut (`refusal_mark`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from ckptfs.cache.errors import DamagedData, NoSuchName
 from ckptfs.cache.ids import SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
 from ckptfs.cache.mount_db import AGREED_FACT, BOOT_FACT, MADE_FACT, FileRow, FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
@@ -48,6 +50,7 @@ class MountRecovery:
         holds: SegmentHolds,
         reopen: Callable[[InodeNumber, RemoteRow | None], Awaitable[FileInUse]],
         boot: Path,
+        refusal: RefusalMark,
     ) -> None:
         """`boot` is the store's file of that name."""
         self._database = database
@@ -61,6 +64,7 @@ class MountRecovery:
         self._holds = holds
         self._reopen = reopen
         self._boot = boot
+        self._refusal = refusal
         self._corrections: list[Callable[[], None]] = []
         """Of rows: to be made when the catalog is durable."""
 
@@ -69,7 +73,7 @@ class MountRecovery:
         this_boot = boot_id()
         noted_boot_id = self._database.fact(BOOT_FACT)
         known_boot_id = noted_boot_id or self._boot_of_file()
-        power_was_cut = known_boot_id not in (None, this_boot)
+        power_was_cut = known_boot_id not in (None, this_boot) or bool(self._refusal.was_unmounted())
         booted_at = booted_at_seconds() if known_boot_id is None else 0.0
         if noted_boot_id is None:
             self._be_younger_than_all_segments()
@@ -108,6 +112,8 @@ class MountRecovery:
         self._database.set_fact(BOOT_FACT, this_boot)
         self._database.set_fact(AGREED_FACT, b"%d" % revision)
         self._note_boot(this_boot)
+        if self._refusal.was_unmounted():
+            self._refusal.clear()
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import trio
 
 from ckptfs.cache.drive_refusal import refuses_writes
+from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.reserve import Reserve, Room, room_at, share_of
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
@@ -79,13 +80,19 @@ class Space:
     `all_started`: whether all of the node's processes have started. Until then the reserve is theirs."""
 
     def __init__(
-        self, store: Path, reserve: Reserve, catalog: CatalogRoom | None, all_started: Callable[[], Awaitable[bool]]
+        self,
+        store: Path,
+        reserve: Reserve,
+        catalog: CatalogRoom | None,
+        all_started: Callable[[], Awaitable[bool]],
+        mark: RefusalMark,
     ) -> None:
         """`catalog` is None where it doesn't lie on this machine."""
         self._store = store
         self._reserve = reserve
         self._catalog = catalog
         self._all_started = all_started
+        self._mark = mark
         self._catalog_directory = None if catalog is None else os.path.dirname(os.path.abspath(catalog.path))
         self._catalog_lacks = 0
         self._look_at = 0.0
@@ -154,6 +161,10 @@ class Space:
         if refusal and not self.refusal:
             log.error("store_takes_no_writes path=%s reason=%s", self._store, refusal)
         self.refusal = refusal
+        if refusal:
+            self._mark.set()
+        elif self._mark.was_unmounted() is False:
+            self._mark.clear()
         try:
             if not refusal and await self._all_started():
                 await trio.to_thread.run_sync(self.mend)

@@ -23,6 +23,7 @@ from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
 from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
@@ -351,6 +352,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             holds,
             content.reopen,
             store.boot,
+            RefusalMark(store.store_id, store.path),
         )
         await recovery.run()
         await growing.begin()

@@ -4,12 +4,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
+from ckptfs.cache import refusal_mark
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import NoSuchName
@@ -591,3 +593,24 @@ async def test_where_nothing_says_which_boot_it_was_the_clock_does(
     node = await start_node()
     with pytest.raises(NoSuchName):
         await node.namespace.inode(InodeNumber(ino))
+
+
+async def test_a_file_system_that_refused_writes_and_was_unmounted_is_as_good_as_a_power_cut(
+    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_mark, "RUN", tmp_path / "run")
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"not synced")
+    mark = refusal_mark.RefusalMark(node.store.store_id, node.store.path)
+    mark.set()
+    node.database.forget_handles()
+    node = await _killed(start_node, node)
+    inode = await node.namespace.inode(InodeNumber(ino))
+    assert inode.open is not None, "it is still mounted, and has them in memory"
+    node.kill()
+    monkeypatch.setattr(refusal_mark, "mount_id_of", lambda path: 7)
+    node = await start_node()
+    with pytest.raises(NoSuchName):
+        await node.namespace.inode(InodeNumber(ino))
+    assert mark.was_unmounted() is None

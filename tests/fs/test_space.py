@@ -9,6 +9,7 @@ import pytest
 
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import NodeId
+from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.reserve import Reserve, Room
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs import fuse_format as fuse
@@ -62,7 +63,7 @@ async def space(store: StoreDirectory, drive: Drive, tmp_path: Path, started: St
     kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label="test", reserve_bytes=MIB)
     reserve = Reserve(store.reserve, 2 * MIB)
     reserve.make()
-    yield Space(store.path, reserve, kv, started.get)
+    yield Space(store.path, reserve, kv, started.get, RefusalMark(store.store_id, store.path))
     await kv.aclose()
 
 

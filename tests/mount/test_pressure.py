@@ -6,15 +6,16 @@ import errno
 import os
 import random
 import resource
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptfs.fs.cli_flush import wait_until
-from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
+from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
@@ -80,3 +81,202 @@ def test_a_mount_short_of_descriptors_refuses_opens_and_nothing_else(start_clust
     assert (cluster.nodes[1].mountpoint / "directory" / "moved").read_bytes() == b"content"
     assert (cluster.nodes[1].mountpoint / "small-299").read_bytes() == b"299"
     assert node.processes.pids() == processes
+
+
+@contextlib.contextmanager
+def memory_group(size_bytes: int) -> Iterator[Path | None]:
+    """A cgroup with that much memory; None where this machine lets nobody make one."""
+    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(base, f"ckptfs-test-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(size_bytes))
+                yield group
+            finally:
+                wait_for(lambda group=group: not (group / "cgroup.procs").read_text(), "an empty cgroup")  # type: ignore[misc]
+                group.rmdir()
+            return
+    yield None
+
+
+def anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+def test_a_node_in_little_memory_saves_protects_and_reads_more_than_it_has(start_cluster: Any) -> None:
+    cluster: LocalCluster = start_cluster(3, data_shards=2, parity_shards=1, settle_seconds=0.1)
+    node = cluster.nodes[0]
+    cluster.kill(0)
+    with memory_group(160 * MIB) as group:
+        if group is not None:  # what is started from here on is in it
+            own = Path("/proc/self/cgroup").read_text()
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            cluster.revive(0)
+        finally:
+            if group is not None:
+                leave(group, own)
+        processes = node.processes.pids()
+        for number in range(6):
+            (node.mountpoint / f"ours-{number}").write_bytes(CONTENT * 4)
+            (cluster.nodes[1].mountpoint / f"theirs-{number}").write_bytes(CONTENT * 4)
+        protect(node.mountpoint)
+        for number in range(6):
+            assert (cluster.nodes[2].mountpoint / f"ours-{number}").read_bytes() == CONTENT * 4
+            assert (node.mountpoint / f"theirs-{number}").read_bytes() == CONTENT * 4
+        assert node.processes.pids() == processes
+        sizes = {role: anonymous_bytes(pid or 0) >> 20 for role, pid in processes.items()}
+        assert sum(sizes.values()) < 150, sizes
+        scores = {role: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for role, pid in processes.items()}
+        assert scores["agent"] > scores["mount"] > scores["supervisor"]
+        cluster.kill(0)
+
+
+def leave(group: Path, own: str) -> None:
+    """Back to the cgroups this process was in; `own` is what /proc/self/cgroup said of them."""
+    controller = "memory" if "memory" in group.parts else ""
+    line = next(line for line in own.splitlines() if line.split(":")[1] == controller)
+    Path(f"{group.parent}{line.split(':', 2)[2]}", "cgroup.procs").write_text(str(os.getpid()))
+
+
+@pytest.fixture
+def failing_drive(scratch: Path) -> tuple[Path, Path]:
+    """A drive on which nothing can be written where nothing was, once the file that is given with it is made: it takes the room
+    that the drive's image would grow into. Both go with the scratch directory."""
+    backing, drive = scratch / "backing", scratch / "drive"
+    backing.mkdir()
+    drive.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "none", backing], check=True)
+    image = backing / "image"
+    image.touch()
+    os.truncate(image, 256 * MIB)
+    subprocess.run(
+        ["mkfs.ext4", "-q", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", "-J", "size=8", image],
+        check=True,
+    )
+    subprocess.run(["mount", "-o", "loop", image, drive], check=True)
+    return drive, backing / "filler"
+
+
+def test_a_drive_that_fails_is_said_to_and_takes_nothing_with_it(scratch: Path, failing_drive: tuple[Path, Path]) -> None:
+    drive, filler = failing_drive
+    cluster = LocalCluster(scratch / "cluster")
+    cluster.prepare(3, ClusterSettings(data_shards=2, parity_shards=1, settle_seconds=0.1))
+    node, other = cluster.nodes[0], cluster.nodes[1]
+    node.store.mkdir()
+    subprocess.run(["mount", "--bind", drive, node.store], check=True)
+    cluster.up(None, ClusterSettings())
+    home = node.mountpoint
+    (home / "safe").write_bytes(CONTENT)
+    (other.mountpoint / "theirs").write_bytes(CONTENT)
+    protect(home)
+    mount = pid_of(node, "mount")
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(MIB))
+
+    descriptor = os.open(home / "lost", os.O_CREAT | os.O_RDWR)
+    for _ in range(8):
+        os.write(descriptor, CONTENT)
+    with pytest.raises(OSError, match=r"No space left|Input/output"):
+        os.fsync(descriptor)
+    with pytest.raises(OSError, match="Input/output"):  # and not success, for the kernel has nothing left to write
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+    def says_so() -> bool:
+        with contextlib.suppress(OSError):
+            (home / "more").write_bytes(CONTENT)  # until the file system has noticed
+        return any(problem.startswith("READ-ONLY") for problem in mount_status(node)["problems"])
+
+    wait_for(says_so, "status says so")
+    assert (home / "safe").read_bytes() == CONTENT
+    assert (home / "theirs").read_bytes() == CONTENT
+    assert (other.mountpoint / "safe").read_bytes() == CONTENT
+    (other.mountpoint / "saved-elsewhere").write_bytes(CONTENT)
+    assert (home / "saved-elsewhere").read_bytes() == CONTENT
+    behind, _, _ = wait_until([home / "lost"], "local", 2.0, shown=False)
+    assert [one.state for one in behind] == ["open"], "it is never called safe"
+    assert pid_of(node, "mount") == mount
+
+    # The remedy of docs/operations.md: stop the node, repair the file system, start again.
+    cluster.kill(0)
+    subprocess.run(["umount", node.store], check=True)
+    image = filler.parent / "image"
+    subprocess.run(["umount", drive], check=True)
+    filler.unlink()
+    assert subprocess.run(["fsck.ext4", "-fy", image], capture_output=True).returncode < 4
+    subprocess.run(["mount", "-o", "loop", image, drive], check=True)
+    subprocess.run(["mount", "--bind", drive, node.store], check=True)
+    cluster.revive(0)
+    assert (home / "safe").read_bytes() == CONTENT
+    for name in ("lost", "more"):  # what was never synced: gone, or as it was written, and nothing else
+        with contextlib.suppress(FileNotFoundError):
+            assert (home / name).read_bytes() in (CONTENT * 8, CONTENT), name
+    (home / "after").write_bytes(CONTENT)
+    protect(home / "after")
+
+
+CLOCK = """
+import os, time
+
+def _wrong(of, unit, ids=None):
+    def now(*clock):
+        shift = int(open(os.environ["CKPTFS_TEST_CLOCK"]).read() or 0) if not clock or clock[0] in ids else 0
+        return of(*clock) + shift * unit
+    return now
+
+time.time = _wrong(time.time, 1)
+time.time_ns = _wrong(time.time_ns, 10**9)
+time.clock_gettime = _wrong(time.clock_gettime, 1, (0, 5))
+time.clock_gettime_ns = _wrong(time.clock_gettime_ns, 10**9, (0, 5))
+"""
+YEAR_SECONDS = 366 * 24 * 3600
+
+
+@pytest.mark.parametrize("years", [20, -20])
+def test_a_clock_that_is_set_loses_and_delays_nothing(
+    start_cluster: Any, scratch: Path, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """The wall clock of all processes of all nodes; the kernel's own, which stamps segments, goes on."""
+    clock = scratch / "clock"
+    clock.write_text("0")
+    (scratch / "site").mkdir()
+    (scratch / "site" / "sitecustomize.py").write_text(CLOCK)
+    monkeypatch.setenv("CKPTFS_TEST_CLOCK", str(clock))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(scratch / "site"), os.environ.get("PYTHONPATH")))))
+    cluster: LocalCluster = start_cluster(3, data_shards=2, parity_shards=1, settle_seconds=0.1)
+    node, other = cluster.nodes[0], cluster.nodes[1]
+    home = node.mountpoint
+    (home / "before").write_bytes(CONTENT)
+    with open(home / "open", "wb", buffering=0) as file:
+        file.write(CONTENT)
+        os.fsync(file.fileno())
+        clock.write_text(str(years * YEAR_SECONDS))
+        file.write(CONTENT)
+        (home / "unsynced").write_bytes(CONTENT)
+        before = pid_of(node, "mount")
+        os.kill(before, 9)
+        file.write(CONTENT)
+        assert pid_of(node, "mount") != before
+        (home / "directory").mkdir()
+        (home / "unsynced").rename(home / "directory" / "moved")
+    protect(home)
+    status = mount_status(node)
+    assert status["problems"] == []
+    assert status["oldest_unprotected_seconds"] is None
+    cluster.kill(0)
+    assert (other.mountpoint / "open").read_bytes() == CONTENT * 3
+    cluster.revive(0)
+    clock.write_text("0")  # and back
+    (home / "directory" / "after").write_bytes(CONTENT)
+    protect(home)
+    for name in ("before", "directory/moved", "directory/after"):
+        assert (home / name).read_bytes() == CONTENT
+        assert (other.mountpoint / name).read_bytes() == CONTENT
+        (home / name).unlink()
+    assert (home / "open").read_bytes() == CONTENT * 3
+    segments = node.store / "segments"
+    wait_for(lambda: sum(path.is_file() for path in segments.rglob("*")) == 1, "the segments of what was deleted go")
