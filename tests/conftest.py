@@ -5,6 +5,7 @@ connection first, then unmounts, kills by recorded pid, and removes the director
 """
 
 import json
+import contextlib
 import os
 import shutil
 import socket
@@ -19,6 +20,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.refusal_mark import RefusalMark
+from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 from ckptfs.fs.mount_table import abort_connection, detach, mounts
@@ -108,6 +112,10 @@ def remove_scratch(directory: Path) -> None:
         detach(mounted.mountpoint, abort=True)
     still = [mounted for mounted in mounts() if mounted.mountpoint.is_relative_to(directory)]
     assert not still, f"can't unmount {still}"  # before the removal: it must never walk into a mount
+    for label in directory.rglob("store.json"):
+        with contextlib.suppress(StoreError):
+            store = StoreDirectory.open(label.parent)
+            RefusalMark(store.store_id, store.path).clear()
     mounted_drives = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
     for drive in reversed(mounted_drives):
         if drive.is_relative_to(directory):
