@@ -361,8 +361,8 @@ class OpenFiles:
                 file.copy_descriptor = None
 
     async def sync(self, file: FileInUse, *, with_name: bool) -> None:
-        """Sync the segment's bytes, and the name that it has in the store. Raises `OSError`: then no later sync can succeed, unless
-        it is one of `NO_DESCRIPTOR`."""
+        """Sync the segment's bytes, and the name that it has in the store. Raises `OSError`: then no later sync can succeed,
+        unless it is one of `NO_DESCRIPTOR`."""
         descriptor, segment = file.descriptor, file.segment
         assert descriptor is not None
         assert segment is not None

@@ -4,8 +4,8 @@ A mount that hangs can't be ended by killing who waits for it. So every wait her
 connection first, then unmounts, kills by recorded pid, and removes the directory; also when the test failed half-way.
 """
 
-import json
 import contextlib
+import json
 import os
 import shutil
 import socket

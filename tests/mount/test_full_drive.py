@@ -280,7 +280,7 @@ def test_no_inodes_left(scratch: Path, make_drive: Any) -> None:
 def test_files_go_beside_a_writer_that_takes_every_block_the_moment_it_is_free(full_cluster: tuple[LocalCluster, Path]) -> None:
     cluster, drive = full_cluster
     home = cluster.nodes[0].mountpoint
-    paths = [home / f"small-{number}" for number in range(2500)]
+    paths = [home / f"small-{number}" for number in range(300)]
     for path in paths:
         path.write_bytes(b"content")
     ends = threading.Event()
