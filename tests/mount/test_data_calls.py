@@ -7,6 +7,7 @@ import contextlib
 import errno
 import mmap
 import os
+import random
 import resource
 import shutil
 import signal
@@ -82,6 +83,25 @@ def test_every_call_does_what_it_does_on_the_drive(sides: Sides, walk: int) -> N
     command = [sys.executable, WALKER, sides.here, sides.plain, seed, str(WALK_STEPS)]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"CKPTFS_WALK_SEED={seed}\n{done.stderr[-6000:]}"
+    sides.same_there()
+
+
+@pytest.mark.timeout(120)
+def test_nor_does_a_killed_mount_process_change_any_of_it(sides: Sides) -> None:
+    chance, node = random.Random(WALK_SEED), sides.cluster.nodes[0]
+    command = [sys.executable, WALKER, sides.here, sides.plain, str(WALK_SEED), str(2 * WALK_STEPS)]
+    walk = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
+    kills = 0
+    while walk.poll() is None and kills < 20:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            walk.wait(chance.uniform(0.2, 1.0))
+        if walk.poll() is None and (pid := node.processes.pids()["mount"]) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                kills += 1
+    _, said = walk.communicate(timeout=60)
+    assert walk.returncode == 0, f"CKPTFS_WALK_SEED={WALK_SEED}\n{said[-6000:]}"
+    assert kills
     sides.same_there()
 
 
