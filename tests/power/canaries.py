@@ -9,7 +9,7 @@ from ckptfs.cache import seal
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
-from ckptfs.fs import files
+from ckptfs.fs import open_files
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.reclaim import Reclaimer
@@ -24,7 +24,7 @@ def _without_syncs(module: Any) -> None:
 
 
 def fsync_forgets_the_bytes() -> None:
-    _without_syncs(files)
+    _without_syncs(open_files)
 
 
 def fsync_forgets_the_name_of_the_segment() -> None:

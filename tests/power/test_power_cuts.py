@@ -34,7 +34,7 @@ CUTS = int(os.environ.get("CKPTFS_POWER_CUTS", "90"))
 CUTS_EACH = 30
 SEED, _, ONLY = os.environ.get("CKPTFS_POWER_SEED", "1").partition("/")
 SEEDS = range(int(SEED), int(SEED) + (1 if ONLY else -(-CUTS // CUTS_EACH)))
-CANARY_SEEDS = range(1, 9)
+CANARY_SEEDS = range(1, 25)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100 + CUTS)]
 
