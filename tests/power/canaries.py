@@ -44,8 +44,7 @@ def local_before_it_is_synced() -> None:
 
 
 def segments_go_before_their_end_is_safe() -> None:
-    remove = Reclaimer.segment
-    Reclaimer.segment = lambda self, segment, *, at_once: remove(self, segment, at_once=True)  # type: ignore[method-assign]
+    Reclaimer.segment = lambda self, segment, *, at_once: self._segments.remove(segment)  # type: ignore[method-assign]
 
 
 def what_was_never_synced_is_kept() -> None:
