@@ -36,7 +36,9 @@ class _Shown(NamedTuple):
 
 
 class AttributeView:
-    """Packs inodes for the kernel. `timeout_seconds` is how long it may keep what doesn't change on another node now."""
+    """Packs inodes for the kernel. `timeout_seconds` is how long it may keep what doesn't change on another node now,
+    `keeps_names` whether that holds for names too: it does not where other nodes' changes are heard of at once, see
+    `kernel_cache`."""
 
     def __init__(
         self,
@@ -46,7 +48,10 @@ class AttributeView:
         remote: RemoteContent,
         store: StoreId,
         timeout_seconds: float,
+        *,
+        keeps_names: bool = True,
     ) -> None:
+        self._keeps_names = keeps_names
         self._namespace = namespace
         self._open_files = open_files
         self._remote = remote
@@ -143,7 +148,8 @@ class AttributeView:
     async def entry(self, ino: InodeNumber, inode: Inode) -> bytes:
         """A `fuse_entry_out`: what LOOKUP and everything that makes a name answer."""
         packed, (seconds, nanoseconds) = await self.attributes(ino, inode)
-        return fuse.ENTRY_OUT.pack(ino, 0, seconds, seconds, nanoseconds, nanoseconds) + packed
+        kept = (seconds, nanoseconds) if self._keeps_names else (0, 0)
+        return fuse.ENTRY_OUT.pack(ino, 0, kept[0], seconds, kept[1], nanoseconds) + packed
 
     async def attr(self, ino: InodeNumber, inode: Inode) -> bytes:
         """A `fuse_attr_out`: what GETATTR and SETATTR answer."""

@@ -235,6 +235,9 @@ class FileOperations:
         if file.segment is None:
             raise OSError(errno.EOPNOTSUPP, "not the file's home")
         path = self._segments.path_of(file.segment)
+        if header.uid:  # the kernel doesn't say it of this request: whoever isn't root takes the file's privileges by it
+            with contextlib.suppress(InodeGone):
+                await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=False)
 
         def run() -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,7 +1,8 @@
-"""What the kernel keeps of names and attributes, taken from it as soon as another node has changed them.
+"""What the kernel keeps of attributes, taken from it as soon as another node has changed them.
 
-Without this it would be kept for `mount.attribute_timeout_seconds`. The kernel takes its own locks for it, which a program's
-request that waits for us may hold: so a thread does it, and nobody waits for that thread.
+Without this it would be kept for `mount.attribute_timeout_seconds`. Names are not taken from it: the kernel holds the directory's
+lock for that, which a program has whose request waits for us, and a thread that waits for it can't even be killed: the mount
+process would never end, and no other begin. Where nodes share names through a replica the kernel keeps none (`attributes`).
 """
 
 import logging
@@ -10,9 +11,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from ckptfs.cache.catalog_format import ENTRY_PREFIX, entry_of_key
 from ckptfs.cache.catalog_kv import Event
-from ckptfs.cache.errors import DamagedData
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Notification
 
@@ -40,7 +39,7 @@ class KernelCache:
 
     def changed(self, events: Sequence[Event]) -> None:
         """Transactions of any node."""
-        self._waiting.extend(event for event in events if event.key.startswith((ENTRY_PREFIX, *_INODE_PREFIXES)))
+        self._waiting.extend(event for event in events if event.key.startswith(_INODE_PREFIXES))
         if self._waiting:
             self._any.set()
 
@@ -61,10 +60,6 @@ class KernelCache:
     def _tell(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             try:
-                if key.startswith(ENTRY_PREFIX):
-                    parent, name = entry_of_key(key)
-                    self._notify(Notification.INVAL_ENTRY, fuse.INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0")
-                else:
-                    self._notify(Notification.INVAL_INODE, fuse.INVAL_INODE_OUT.pack(int(key[2:], 16), -1, 0))
-            except (DamagedData, ValueError, OSError) as error:
+                self._notify(Notification.INVAL_INODE, fuse.INVAL_INODE_OUT.pack(int(key[2:], 16), -1, 0))
+            except (ValueError, OSError) as error:
                 log.info("kernel_not_told key=%r error=%s", key, error)

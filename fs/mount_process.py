@@ -198,7 +198,15 @@ class MountProcess:
             threads.run,
         )
         removed = RemovedInodes()
-        view = AttributeView(namespace, open_files, removed, remote, store.store_id, config.mount.attribute_timeout_seconds)
+        view = AttributeView(
+            namespace,
+            open_files,
+            removed,
+            remote,
+            store.store_id,
+            config.mount.attribute_timeout_seconds,
+            keeps_names=self._replica is None,
+        )
         records = FileRecords(namespace, open_files, removed, self._database)
         content = FileContent(
             namespace, versions, open_files, segments, self._database, view, elsewhere, reclaimer, store.store_id
@@ -241,7 +249,12 @@ class MountProcess:
         )
         if session.negotiated is not None:
             if not session.negotiated.resend:
-                self._give_up()
+                self._give_up(
+                    "the mount process was killed, and this kernel can't send again what it had not answered (Linux 6.9 is the"
+                    " first that can): programs get errors, not an endless wait"
+                )
+            if reason := not_servable(session.negotiated):
+                self._give_up(f"the mount process was killed, and another release lies in its place: {reason}")
             self._negotiated(session.negotiated, open_files)
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
@@ -314,16 +327,11 @@ class MountProcess:
         replica.on_commit, replica.on_events = cache.committed, cache.changed
         await cache.run()
 
-    def _give_up(self) -> NoReturn:
-        """The requests the earlier process had in hand are lost: nobody would ever answer them."""
+    def _give_up(self, reason: str) -> NoReturn:
+        """Nobody can answer what the earlier process had in hand, and what comes: programs get errors."""
         for mounted in mounts_at(self._config.mountpoint):
             abort_connection(mounted)
-        end_for_good(
-            self._store.run,
-            "mount",
-            "the mount process was killed, and this kernel can't send again what it had not answered (Linux 6.9 is the first that"
-            " can): programs get errors, not an endless wait",
-        )
+        end_for_good(self._store.run, "mount", reason)
 
     def _negotiated(self, agreed: Negotiated, open_files: OpenFiles) -> None:
         self._database.set_fact(NEGOTIATED_FACT, msgspec.json.encode(agreed))

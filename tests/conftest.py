@@ -27,6 +27,9 @@ from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 from ckptfs.fs.mount_table import abort_connection, detach, mounts
 from ckptfs.fs.node_processes import NodeProcesses
+from ckptfs.fs.process_start import ignore_broken_leases
+
+ignore_broken_leases()  # tests do in this process what a mount process does, and lose leases like one
 
 IN_CI = os.environ.get("CI") == "true"
 SCRATCH_PREFIX = "ckptfs-test-"

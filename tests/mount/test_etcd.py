@@ -171,3 +171,49 @@ def test_an_etcd_that_lost_its_data_is_refused_at_the_start(start_on_etcd: Start
     member.start()
     cluster.up(None, ClusterSettings())
     assert len(os.listdir(node.mountpoint)) == 20
+
+
+NAMES = """
+import os, sys, time
+directory, label, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+end, count = time.monotonic() + seconds, 0
+while time.monotonic() < end:
+    path = f"{directory}/{label}-{count}"
+    with open(path, "wb") as file:
+        file.write(path.encode())
+    os.rename(path, path + ".done")
+    with open(path + ".done", "rb") as file:
+        assert file.read() == path.encode()
+    os.unlink(path + ".done")
+    count += 1
+print(count)
+"""
+
+
+def test_the_mount_process_may_be_killed_while_nodes_change_names_in_one_directory(start_on_etcd: Start) -> None:
+    cluster = start_on_etcd(2)
+    (cluster.nodes[0].mountpoint / "both").mkdir()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMES, node.mountpoint / "both", f"{number}-{label}", "12"], stdout=subprocess.PIPE
+        )
+        for number, node in enumerate(cluster.nodes)
+        for label in ("a", "b")
+    ]
+    processes = cluster.nodes[0].processes
+    killed = 0
+    deadline = time.monotonic() + 60
+    while any(process.poll() is None for process in running) and killed < 5:
+        assert time.monotonic() < deadline, "the mount did not come back"
+        pid = processes.pids()["mount"]
+        if pid is not None and cluster.nodes[0].answers():
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+        time.sleep(0.2)
+    for process in running:
+        assert process.wait(60) == 0
+        assert process.stdout is not None
+        assert int(process.stdout.read()) > 0
+        process.stdout.close()
+    assert killed >= 2
+    assert os.listdir(cluster.nodes[1].mountpoint / "both") == []
