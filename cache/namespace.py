@@ -121,9 +121,6 @@ class Namespace:
     """The tree of one catalog, as seen and changed by one store's node. `changes` is the engine that changes are committed
     through, for one that adds something of its own to them; by default `kv`.
 
-    `tick_ns` gives when this tick of the clock that files are stamped with began, if not `now_ns`; a directory that is
-    filled shows that.
-
     Raises from `errors`: the `NamespaceError` that is the operation's errno, `CatalogUnavailable` if the engine can't be reached
     or the same operation kept losing to others, `DamagedData` if a record makes no sense.
     """
@@ -135,7 +132,6 @@ class Namespace:
         incarnation: int,
         now_ns: Callable[[], int],
         *,
-        tick_ns: Callable[[], int] | None = None,
         changes: KeyValue | None = None,
         make_vid: Callable[[], Vid] = new_vid,
     ) -> None:
@@ -143,7 +139,6 @@ class Namespace:
         self._changes = changes or kv
         self._writer = Writer(store, incarnation)
         self.now_ns = now_ns
-        self._tick_ns = tick_ns
         self._make_vid = make_vid
         self._numbers = range(0)
 
@@ -351,7 +346,7 @@ class Namespace:
         operations = [
             entry_put(parent, name, ino, inode.mode),
             Put(inode_key(ino), pack(inode)),
-            *await touched(self.kv, parent, self._tick_ns() if self._tick_ns else inode.ctime_ns),
+            touched(parent, inode.ctime_ns),
             *more,
         ]
 
@@ -406,7 +401,7 @@ class Namespace:
                 [
                     entry_put(parent, name, ino, inode.mode),
                     Put(inode_key(ino), pack(linked)),
-                    *await touched(self.kv, parent, now),
+                    touched(parent, now),
                 ],
             )
             return linked
@@ -439,7 +434,7 @@ class Namespace:
             await commit(
                 self._changes,
                 [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
-                [Delete(entry_key(parent, name)), *plan.operations, *await touched(self.kv, parent, now)],
+                [Delete(entry_key(parent, name)), *plan.operations, touched(parent, now)],
             )
             return removed
 

@@ -97,7 +97,7 @@ async def attempt_unlink(kv: KeyValue, parent: InodeNumber, name: bytes, now_ns:
     await commit(
         kv,
         [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
-        [Delete(entry_key(parent, name)), *plan.operations, *await touched(kv, parent, now_ns)],
+        [Delete(entry_key(parent, name)), *plan.operations, touched(parent, now_ns)],
     )
     return removed
 

@@ -109,7 +109,7 @@ async def attempt_rename(
     ]
     operations = list(guard.operations)
     for directory in {old.directory, new.directory}:
-        operations += await touched(kv, directory, now_ns)
+        operations.append(touched(directory, now_ns))
     if flags & RenameFlags.EXCHANGE:
         assert target is not None
         plan = await _exchange(kv, old, source, new, target, now_ns)

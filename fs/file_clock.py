@@ -1,10 +1,6 @@
 """The clock that files are stamped with."""
 
 import os
-import time
-
-CLOCK_REALTIME_COARSE = 5
-"""clock_gettime(2); the time module has no name for it."""
 
 
 class FileClock:
@@ -22,11 +18,6 @@ class FileClock:
     def __call__(self) -> int:
         os.utime(self._file)
         return os.fstat(self._file).st_ctime_ns
-
-    @staticmethod
-    def tick_ns() -> int:
-        """When this tick of the kernel's coarse clock began."""
-        return time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
 
     def close(self) -> None:
         os.close(self._file)

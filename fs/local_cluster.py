@@ -164,9 +164,11 @@ class ClusterNode:
         detach(self.mountpoint, abort=True)
 
     def log_tail(self) -> str:
-        """The end of the newest log, for a message about a node that did not start: only what was logged since `start`."""
+        """The end of what it said last, or of its newest log, for a message about a node that did not start: only what came since
+        `start`."""
         with contextlib.suppress(OSError):
-            for path in sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
+            newest = sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+            for path in sorted(newest, key=lambda path: path.name != "node.log"):
                 content, before = path.read_bytes(), self._logs_before.get(path, 0)
                 new = content[before if before <= len(content) else 0 :]  # a shorter one was begun anew
                 if lines := new[-8000:].decode(errors="replace").splitlines():

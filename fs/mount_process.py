@@ -157,9 +157,7 @@ class MountProcess:
         store, config = self._store, self._config
         repeats = Repeats(self._kv, config.node_id, self._incarnation)
         await repeats.load(self._database.files_in_use())
-        namespace = Namespace(
-            self._kv, store.store_id, self._incarnation, self._now_ns, tick_ns=self._now_ns.tick_ns, changes=repeats.changes
-        )
+        namespace = Namespace(self._kv, store.store_id, self._incarnation, self._now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, self._now_ns)
         settings = await namespace.settings()
         store.join(settings.cluster, config.node.catalog)
