@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptfs.cache.catalog_check import catalog_problems
-from ckptfs.cache.catalog_format import NAME_SIZE_MAX, TARGET_SIZE_MAX, Settings, VersionState, inode_key, times_key, version_key
+from ckptfs.cache.catalog_format import NAME_SIZE_MAX, TARGET_SIZE_MAX, Settings, VersionState, inode_key, version_key
 from ckptfs.cache.catalog_kv import KeyValue, Put
 from ckptfs.cache.errors import (
     AttributesTooLarge,
@@ -541,20 +541,3 @@ async def test_many_inodes_at_once(kv: KeyValue) -> None:
     await tree.unlink(ROOT, b"f1")
     found = await tree.inodes([*files, directory, damaged])
     assert found == {ino: await tree.inode(ino) for ino in (files[0], files[2], directory)}
-
-
-async def test_the_times_of_a_directory_are_written_once_a_tick(kv: KeyValue) -> None:
-    ticks = [10, 10, 20, 20, 20]
-    clock = iter([10, *ticks, 20])
-    tree = Namespace(kv, STORE, 1, clock.__next__)
-    await tree.format_if_empty(SETTINGS)
-    written = set()
-    for name, now in zip((b"a", b"b", b"c", b"d", b"e"), ticks, strict=True):
-        await make(tree, name)
-        assert (await tree.inode(ROOT)).mtime_ns == now
-        entry = await kv.get(times_key(ROOT))
-        assert entry is not None
-        written.add(entry.mod_revision)
-    await tree.unlink(ROOT, b"a")
-    assert (await tree.inode(ROOT)).mtime_ns == 20
-    assert len(written) == 2
