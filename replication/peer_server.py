@@ -98,7 +98,11 @@ class PeerServer:
                         continue
                     self._connections += 1
                     served = _Served(connection)
-                    nursery.start_soon(self._turn_away if not self._make_room() else self._serve, served)
+                    if self._make_room():
+                        self._served.add(served)  # now, not when its task gets a turn: others may come before that
+                        nursery.start_soon(self._serve, served)
+                    else:
+                        nursery.start_soon(self._turn_away, served)
         finally:
             listener.close()
             self._answers.close()
@@ -138,7 +142,6 @@ class PeerServer:
             await self._part(served, RefusalReason.BUSY, "all connections are in use")
 
     async def _serve(self, served: _Served) -> None:
-        self._served.add(served)
         try:
             with served.cancel_scope:
                 try:
