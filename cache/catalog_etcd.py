@@ -16,7 +16,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -320,7 +320,7 @@ class EtcdCatalog:
 
     # Following
 
-    async def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+    async def watch(self, after_revision: int) -> AsyncGenerator[list[Event], None]:
         async with aclosing(self.follow(after_revision)) as transactions:
             async for _, events in transactions:
                 if events:

@@ -5,7 +5,7 @@ An engine is linearizable: a transaction that returned is seen by every later re
 integers that grow with each successful transaction that changes something (and may with one whose operations change nothing).
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -137,7 +137,7 @@ class KeyValue(Protocol):
         """Whether the catalog's drive is full and what is kept back for removing names is half used: what can wait is to wait."""
         ...
 
-    def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+    def watch(self, after_revision: int) -> AsyncGenerator[list[Event], None]:
         """All changes after the revision, in order, one list per transaction; runs until it is closed.
 
         Raises `CatalogCompacted` if the engine no longer has them.

@@ -6,7 +6,7 @@ process: `make_durable` only counts.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import trio
 
@@ -131,7 +131,7 @@ class MemoryCatalog:
     async def make_durable(self) -> None:
         self.barriers += 1
 
-    async def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+    async def watch(self, after_revision: int) -> AsyncGenerator[list[Event], None]:
         await trio.lowlevel.checkpoint()
         if after_revision > len(self._log):
             raise CatalogCompacted(f"the catalog is at revision {len(self._log)}, before {after_revision}")

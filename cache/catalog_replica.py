@@ -15,7 +15,7 @@ It holds nothing of its own: a file that is damaged, of another catalog, or too 
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -206,7 +206,7 @@ class ReplicatedCatalog:
     async def make_durable(self) -> None:
         await self._origin.make_durable()
 
-    def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+    def watch(self, after_revision: int) -> AsyncGenerator[list[Event], None]:
         return self._origin.watch(after_revision)
 
     # Feeding

@@ -29,7 +29,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -344,7 +344,7 @@ class SqliteCatalog:
 
     # Watching
 
-    async def watch(self, after_revision: int) -> AsyncIterator[list[Event]]:
+    async def watch(self, after_revision: int) -> AsyncGenerator[list[Event], None]:
         await trio.lowlevel.checkpoint()
         newest = await self._read(newest_revision)
         if after_revision > newest:

@@ -23,7 +23,7 @@ async def changed_inodes(kv: KeyValue, after_revision: int, newest_revision: int
         return changed
     with trio.move_on_after(WAIT_SECONDS):
         try:
-            async with aclosing(kv.watch(after_revision)) as transactions:  # type: ignore[type-var]
+            async with aclosing(kv.watch(after_revision)) as transactions:
                 async for events in transactions:
                     changed.update(inode_of_key(event.key) for event in events if event.key.startswith(INODE_PREFIX))
                     if events and events[-1].revision >= newest_revision:

@@ -57,7 +57,7 @@ async def test_what_changes_nothing_is_no_event(kv: KeyValue) -> None:
     assert (await kv.transact([], [Delete(b"nothing")])).succeeded
     await kv.transact([], [Put(b"a", b"2")])
     with trio.fail_after(5):
-        async with aclosing(kv.watch(revision)) as events:  # type: ignore[type-var]
+        async with aclosing(kv.watch(revision)) as events:
             ((event,),) = [await anext(events)]
     assert (event.key, event.value) == (b"a", b"2")
 
@@ -242,7 +242,7 @@ async def test_watch_waits_for_a_change(open_catalog: OpenCatalog, nursery: trio
 async def test_watch_of_the_future_is_refused(kv: KeyValue) -> None:
     base = await kv.revision()
     with pytest.raises(CatalogCompacted, match=f"before {base + 1}"):
-        async with aclosing(kv.watch(base + 1)) as events:  # type: ignore[type-var]
+        async with aclosing(kv.watch(base + 1)) as events:
             await anext(events)
 
 

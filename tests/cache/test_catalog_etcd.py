@@ -140,7 +140,7 @@ async def test_a_watch_goes_on_over_broken_connections(etcd: Any) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             with trio.fail_after(60):
-                async with aclosing(reader.watch(base)) as events:  # type: ignore[type-var]
+                async with aclosing(reader.watch(base)) as events:
                     async for transaction in events:
                         seen += [event.value or b"" for event in transaction]
                         if len(seen) == 60:
@@ -250,7 +250,7 @@ async def test_a_session_that_is_not_renewed_ends_by_itself(etcd: Any) -> None:
         await kv.begin_session(1)
         base = (await kv.transact([], [Put(b"l/me", b"", bound_to_session=True)])).revision
         with trio.fail_after(30):
-            async with aclosing(kv.watch(base)) as events:  # type: ignore[type-var]
+            async with aclosing(kv.watch(base)) as events:
                 ((event,),) = [await anext(events)]
         assert (event.key, event.value) == (b"l/me", None)
 
@@ -263,11 +263,11 @@ async def test_a_kept_session_stays(etcd: Any) -> None:
         base = (await kv.transact([], [Put(b"l/me", b"", bound_to_session=True)])).revision
         nursery.start_soon(kv.keep_session, 1, lambda: alive)
         with trio.move_on_after(4):
-            async with aclosing(kv.watch(base)) as events:  # type: ignore[type-var]
+            async with aclosing(kv.watch(base)) as events:
                 pytest.fail(f"{await anext(events)}: the session ended")
         alive = False
         with trio.fail_after(30):
-            async with aclosing(kv.watch(base)) as events:  # type: ignore[type-var]
+            async with aclosing(kv.watch(base)) as events:
                 await anext(events)
         nursery.cancel_scope.cancel()
 
@@ -281,9 +281,9 @@ async def test_a_history_that_was_cut_is_said(make_etcd: Callable[[], Any]) -> N
         await kv.compact(revisions[5])
         for after in (revisions[0], revisions[4]):
             with pytest.raises(CatalogCompacted):
-                async with aclosing(kv.watch(after)) as events:  # type: ignore[type-var]
+                async with aclosing(kv.watch(after)) as events:
                     await anext(events)
-        async with aclosing(kv.watch(revisions[5])) as events:  # type: ignore[type-var]
+        async with aclosing(kv.watch(revisions[5])) as events:
             assert (await anext(events))[0].value == b"6"
         with pytest.raises(CatalogCompacted):
             await kv._range({"key": b"a", "revision": revisions[1]})
@@ -300,7 +300,7 @@ async def test_user_and_password(make_etcd: Callable[[], Any]) -> None:
         server.post(f"/v3/auth/{path}", body)
     async with aclosing(catalog_of(server.url, user="root", password="secret")) as kv:
         base = (await kv.transact([], [Put(b"a", b"1")])).revision
-        async with aclosing(kv.watch(base - 1)) as events:  # type: ignore[type-var]
+        async with aclosing(kv.watch(base - 1)) as events:
             assert (await anext(events))[0].value == b"1"
         kv._gateway._token = "expired.1"
         assert await kv.get(b"a") is not None

@@ -216,9 +216,9 @@ async def test_the_log_is_checkpointed_and_trimmed(tmp_path: Path, monkeypatch: 
     assert await kv.count(b"k/") == 400
     assert await kv.revision() == 400
     with pytest.raises(CatalogCompacted):
-        async with aclosing(kv.watch(0)) as events:  # type: ignore[type-var]
+        async with aclosing(kv.watch(0)) as events:
             await anext(events)
-    async with aclosing(kv.watch(350)) as events:  # type: ignore[type-var]
+    async with aclosing(kv.watch(350)) as events:
         assert (await anext(events))[0].revision == 351
     await kv.aclose()
 
