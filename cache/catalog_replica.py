@@ -18,7 +18,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from zlib import crc32
 
 import trio
@@ -54,7 +54,6 @@ _SET = "UPDATE meta SET value=? WHERE name=?"
 
 EventListener = Callable[[list[Event]], None]
 CommitListener = Callable[[int], None]
-Row = TypeVar("Row")
 
 
 class ReplicatedCatalog:
@@ -112,16 +111,15 @@ class ReplicatedCatalog:
 
     async def get(self, key: bytes) -> Entry | None:
         await self._loaded()
-        row = self._read(lambda: self._connection.execute(_GET, (key,)).fetchone())
-        return None if row is None else self._entry(row)
+        rows = self._read(_GET, [key])
+        return self._entry(rows[0]) if rows else None
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         await self._loaded()
         found: dict[bytes, Entry] = {}
         for start in range(0, len(keys), COMPARES_MAX):
             some = keys[start : start + COMPARES_MAX]
-            among = _GET_SOME.format(",".join("?" * len(some)))
-            rows = self._read(lambda among=among, some=some: self._connection.execute(among, some).fetchall())  # type: ignore[misc]
+            rows = self._read(_GET_SOME.format(",".join("?" * len(some))), some)
             found |= {row[0]: self._entry(row) for row in rows}
         return list(map(found.get, keys))
 
@@ -132,8 +130,7 @@ class ReplicatedCatalog:
         # In pieces: other requests are answered between them.
         while limit is None or len(found) < limit:
             at_once = ROWS_INLINE if limit is None else min(limit - len(found), ROWS_INLINE)
-            bounds = (first, prefix_end(prefix), at_once) if prefix else (first, b"\xff" * 600, at_once)
-            rows = self._read(lambda bounds=bounds: self._connection.execute(_RANGE, bounds).fetchall())  # type: ignore[misc]
+            rows = self._read(_RANGE, [first, _end(prefix), at_once])
             found += map(self._entry, rows)
             if len(rows) < at_once:
                 break
@@ -143,13 +140,12 @@ class ReplicatedCatalog:
 
     async def count(self, prefix: bytes) -> int:
         await self._loaded()
-        end = prefix_end(prefix) if prefix else b"\xff" * 600
-        (count,) = self._read(lambda: self._connection.execute(_COUNT, (prefix, end)).fetchone())
+        ((count,),) = self._read(_COUNT, [prefix, _end(prefix)])
         return int(count)
 
-    def _read(self, read: Callable[[], Row]) -> Row:
+    def _read(self, statement: str, parameters: Sequence[bytes | int]) -> list[Any]:
         try:
-            return read()
+            return self._connection.execute(statement, parameters).fetchall()
         except sqlite3.DatabaseError as error:
             self._reload = True
             raise DamagedData(f"the replica {self._path} is damaged ({error}); it is made anew from the catalog") from None
@@ -294,3 +290,8 @@ class ReplicatedCatalog:
                 await self._ended.wait()
         await self._origin.aclose()
         self._connection.close()
+
+
+def _end(prefix: bytes) -> bytes:
+    """What is greater than every key with the prefix; keys have at most some hundred bytes."""
+    return prefix_end(prefix) if prefix else b"\xff" * 600
