@@ -33,6 +33,7 @@ from ckptfs.replication.transport import (
     STALL_SECONDS,
     THREAD_WAIT_SECONDS,
     parts_of,
+    send_end,
 )
 
 NODE_URI = "ckptfs:node:"
@@ -233,15 +234,7 @@ class TlsConnection:
         return bool(poll.poll(0))
 
     async def finish(self) -> None:
-        with trio.move_on_after(1.0), contextlib.suppress(OSError, ValueError):
-            self._raw.shutdown(socket.SHUT_WR)
-            scratch = bytearray(1 << 16)
-            for _ in range(1000):
-                try:
-                    if not self._raw.recv_into(scratch):
-                        break
-                except BlockingIOError:
-                    await trio.lowlevel.wait_readable(self._raw)
+        await send_end(self._raw)
         self.close()
 
     def close(self) -> None:

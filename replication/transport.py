@@ -234,15 +234,7 @@ class SocketConnection:
         return True
 
     async def finish(self) -> None:
-        with trio.move_on_after(1.0), contextlib.suppress(OSError):
-            self._raw.shutdown(socket.SHUT_WR)
-            scratch = bytearray(1 << 16)
-            for _ in range(1000):
-                try:
-                    if not self._raw.recv_into(scratch):
-                        break
-                except BlockingIOError:
-                    await trio.lowlevel.wait_readable(self._raw)
+        await send_end(self._raw)
         self.close()
 
     def close(self) -> None:
@@ -298,6 +290,19 @@ class SocketConnection:
             await wait(self._raw)
         if scope.cancelled_caught:
             raise PeerUnreachable(f"the peer hangs: it {what}")
+
+
+async def send_end(raw: socket.socket) -> None:
+    """Send the end, and drop what the peer still sends, for a short time: see `Connection.finish`. TLS ends with it."""
+    with trio.move_on_after(1.0), contextlib.suppress(OSError):
+        raw.shutdown(socket.SHUT_WR)
+        scratch = bytearray(1 << 16)
+        for _ in range(1000):
+            try:
+                if not raw.recv_into(scratch):
+                    break
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(raw)
 
 
 def parts_of(head: Buffer, payload: Buffer | None) -> list[memoryview]:
