@@ -209,7 +209,7 @@ def test_the_mount_process_may_be_killed_while_nodes_change_names_in_one_directo
         if pid is not None and cluster.nodes[0].answers():
             os.kill(pid, signal.SIGKILL)
             killed += 1
-        time.sleep(0.2)
+        time.sleep(0.2)  # between two kills, so that work is amid them
     for process in running:
         assert process.wait(60) == 0
         assert process.stdout is not None
