@@ -411,4 +411,5 @@ class SqliteCatalog:
         for connection in (self._waiting_writer, self._waiting_reader, self._connection):
             if connection is not None:
                 connection.close()
+        self._records.close()
         os.close(self._wal)

@@ -8,13 +8,14 @@ it has grown by exactly one leaves everything else that is kept valid. Field `nP
 will have when all of the log is copied into it.
 """
 
+import collections
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckptfs.cache.catalog_kv import Entry
-from ckptfs.cache.kept_descriptors import kept_descriptor
+from ckptfs.cache.kept_descriptors import kept_descriptor, let_go_if_removed
 
 HEADER_SIZE = 96
 ENTRIES_MAX = 20_000
@@ -28,14 +29,22 @@ MISSING = object()
 
 
 _mapped: dict[int, mmap.mmap] = {}
-"""The headers this process has mapped, by kept descriptor, for as long as it lives: a map holds a descriptor of its own."""
+"""The headers this process has mapped, by kept descriptor, and as long: a map holds a descriptor of its own."""
+_users: collections.Counter[int] = collections.Counter()
+"""How many caches look at each of them."""
 
 
-def _map_header(path: str) -> mmap.mmap:
-    descriptor = kept_descriptor(path)
+def _map_header(descriptor: int) -> mmap.mmap:
     if descriptor not in _mapped:
         _mapped[descriptor] = mmap.mmap(descriptor, HEADER_SIZE, prot=mmap.PROT_READ)
+    _users[descriptor] += 1
     return _mapped[descriptor]
+
+
+def _unmap_header(descriptor: int) -> None:
+    _users[descriptor] -= 1
+    if not _users[descriptor] and let_go_if_removed(descriptor):
+        _mapped.pop(descriptor).close()
 
 
 class Written(NamedTuple):
@@ -50,7 +59,8 @@ class RecordCache:
     """Records of one database, which has a connection open. Used by one thread; `path` is the database's."""
 
     def __init__(self, path: str) -> None:
-        self._map = _map_header(path + "-shm")
+        self._descriptor = kept_descriptor(path + "-shm")
+        self._map: mmap.mmap | bytes = _map_header(self._descriptor)
         self.header = b""
         self.newest: int | None = None
         """The newest revision, if it is known."""
@@ -71,6 +81,12 @@ class RecordCache:
             self._whole.clear()
             self.newest = None
             self.header = header
+
+    def close(self) -> None:
+        """Let go of the header, when this cache's connections are closed; once. What looks afterwards finds nothing kept."""
+        self._map = bytes(HEADER_SIZE)
+        self.refresh()
+        _unmap_header(self._descriptor)
 
     @property
     def database_pages(self) -> int:

@@ -359,3 +359,17 @@ async def test_what_can_wait_waits_on_a_full_drive_until_slack_can_be_had(
     kv.hold_room()
     assert not kv.is_short_of_room()
     await kv.aclose()
+
+
+async def test_catalogs_that_come_and_go_leave_no_descriptor(tmp_path: Path) -> None:
+    """SQLite removes the files of a database's log with its last connection."""
+    before: list[str] = []
+    for turn in range(3):
+        first = SqliteCatalog.open(tmp_path / "c.db", writer_label="first")
+        second = SqliteCatalog.open(tmp_path / "c.db", writer_label="second")
+        await first.transact([], [Put(b"key", b"%d" % turn)])
+        await first.aclose()
+        assert (await second.get(b"key")) is not None
+        await second.aclose()
+        before = before or os.listdir("/proc/self/fd")
+        assert len(os.listdir("/proc/self/fd")) == len(before)

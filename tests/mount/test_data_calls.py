@@ -94,7 +94,7 @@ def test_nor_does_a_killed_mount_process_change_any_of_it(sides: Sides) -> None:
     kills = 0
     while walk.poll() is None and kills < 20:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            walk.wait(chance.uniform(0.2, 1.0))
+            walk.wait(chance.uniform(0.1, 0.5))
         if walk.poll() is None and (pid := node.processes.pids()["mount"]) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
