@@ -4,6 +4,7 @@ Bytes, vid and content root stay; only where the shards are, and how many, chang
 else has changed it. Until then readers use the old shards; afterwards those are unnamed, and swept (R9).
 """
 
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -41,20 +42,37 @@ def code_of(version: Version) -> Code:
     return Code(version.data_shards, version.parity_shards)
 
 
-async def with_smaller_code(kv: KeyValue, code: Code) -> list[tuple[Vid, Version]]:
-    """Protected versions whose code is smaller than this one, those protected longest ago first. Walks over all versions.
+class Smaller(NamedTuple):
+    """A protected version with a smaller code than it could have, in order of `protected_revision`."""
+
+    protected_revision: int
+    vid: Vid
+    version: Version
+
+
+async def with_smaller_code(
+    kv: KeyValue, code: Code, limit: int, *, after_revision: int = 0, is_wanted: Callable[[Version], bool] = lambda _: True
+) -> list[Smaller]:
+    """Protected versions whose code is smaller than this one, those protected longest ago first, at most `limit`. Walks over all
+    versions.
 
     Whole copies count by their number only: with m others besides one.
     """
-    found = []
+    found: list[Smaller] = []
     async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
-            if version.state is VersionState.PROTECTED and version.shards:
+            if version.state is VersionState.PROTECTED and version.shards and entry.mod_revision > after_revision:
                 wanted = Code(1, code.parity_shards) if version.layout is ShardLayout.COPIES else code
-                if wanted.is_larger_than(code_of(version)):
-                    found.append((entry.mod_revision, vid_of_key(entry.key), version))
-    return [(vid, version) for _, vid, version in sorted(found, key=lambda one: one[0])]
+                if wanted.is_larger_than(code_of(version)) and is_wanted(version):
+                    found.append(Smaller(entry.mod_revision, vid_of_key(entry.key), version))
+                    if len(found) > 2 * limit:
+                        found = sorted(found, key=_order)[:limit]
+    return sorted(found, key=_order)[:limit]
+
+
+def _order(one: Smaller) -> tuple[int, Vid]:
+    return one[:2]
 
 
 class ReshapedCommit(NamedTuple):

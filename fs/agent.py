@@ -37,12 +37,15 @@ from ckptfs.replication.local_copies import LocalCopies
 from ckptfs.replication.members import Member, Members
 from ckptfs.replication.mend import Mender
 from ckptfs.replication.own_store import OwnStore
+from ckptfs.replication.pace import Pace
 from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.rebuild import Rebuilder, is_lowest_live
 from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
+from ckptfs.replication.shard_moves import ShardMover
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.shard_sweep import ShardSweep
 from ckptfs.replication.small_copies import SmallCopies
@@ -59,6 +62,8 @@ HURRY_SECONDS_MAX = 2.0
 """How long a node is tried that is to hurry; who waits for it asks again."""
 CATALOG_RETRY_SECONDS = 0.5
 VERIFY_BUFFER_BYTES = 16 << 20
+REBUILT_AT_ONCE = 2
+"""Versions whose shards are moved at the same time: one is read while another is synced by its holders."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class AgentSettings:
     sweep_seconds: float = 120.0
     collect_seconds: float = 60.0
     grace_seconds: float = 600.0
+    rebuild_look_seconds: float = 5.0
+    repair_bytes_per_second_max: float = 256 << 20
 
 
 class Agent:
@@ -105,7 +112,7 @@ class Agent:
         self.cluster = cluster
         self.namespace = Namespace(kv, store.store_id, incarnation, now_ns)
         self.versions = Versions(kv, store.store_id, incarnation, now_ns)
-        self._kv = kv
+        self.kv = kv
         self._settings = settings
         identity = PeerIdentity(cluster.cluster, store.store_id, store.node)
         segments = Segments(store.segments)
@@ -171,6 +178,21 @@ class Agent:
         self.verifier = Verifier(self.reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
         self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
+        pace = Pace(settings.repair_bytes_per_second_max)
+        stripe_bytes = (cluster.data_shards + cluster.parity_shards) * cluster.cell_size
+        take_stripe = BufferBudget(REBUILT_AT_ONCE * max(stripe_bytes, VERIFY_BUFFER_BYTES // 2)).take
+        movers = [
+            Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_stripe, pace=pace.spend)
+            for _ in range(REBUILT_AT_ONCE)
+        ]
+        mover = ShardMover(kv, self.versions, self.members, self.reader, self.holders, movers, pace.spend)
+        self.rebuilder = Rebuilder(
+            kv,
+            self.members,
+            mover,
+            lambda: is_lowest_live(self.members),
+            look_seconds=settings.rebuild_look_seconds,
+        )
         self.address = ""
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
@@ -188,6 +210,7 @@ class Agent:
             nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
             nursery.start_soon(self.raiser.run)
+            nursery.start_soon(self.rebuilder.run)
             nursery.start_soon(self._sweep_again_and_again)
             nursery.start_soon(self._collect_again_and_again)
             task_status.started(self.address)
@@ -239,7 +262,7 @@ class Agent:
     async def _last_address(self) -> str:
         while True:
             try:
-                entry = await self._kv.get(store_key(self.store.store_id))
+                entry = await self.kv.get(store_key(self.store.store_id))
                 return "" if entry is None else unpack(StoreRecord, entry.value).address
             except CatalogUnavailable as error:
                 log.warning("catalog_away error=%s", error)
@@ -250,7 +273,7 @@ class Agent:
         labels = self._settings.labels or {}
         while True:
             try:
-                await register_store(self._kv, self.store.store_id, self.store.node, self.address, str(self.store.path), labels)
+                await register_store(self.kv, self.store.store_id, self.store.node, self.address, str(self.store.path), labels)
                 await self.members.refresh()
                 return
             except CatalogUnavailable as error:

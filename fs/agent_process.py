@@ -101,6 +101,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         small_file_size=config.protection.small_file_size_bytes,
         buffer_bytes_max=config.protection.buffer_bytes_max,
         reserve_fraction=config.space.reserve_fraction,
+        repair_bytes_per_second_max=config.repair.bytes_per_second_max,
     )
     agent = Agent(
         store,

@@ -38,9 +38,10 @@ import trio
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.cache.inode_paths import paths_of
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
-from ckptfs.fs.protection_problems import protection_problems
+from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, protection_problems, rebuild_problems
 from ckptfs.fs.verify_findings import VerifyFindings
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, CopyRefused
@@ -74,6 +75,8 @@ class AgentRequests:
         self._agent = agent
         self._findings = VerifyFindings(self._current_vid)
         self._prefixes_read: OrderedDict[Vid, None] = OrderedDict()
+        self._lost_shown: list[InodeNumber] = []
+        self._lost_names: dict[InodeNumber, bytes] = {}
         self._answers: dict[str, Callable[[Message], Awaitable[Message]]] = {
             "ping": self._ping,
             "wake": self._wake,
@@ -388,6 +391,7 @@ class AgentRequests:
         with contextlib.suppress(CacheError):  # a catalog that is away is said elsewhere
             if not request.get("fresh"):
                 problems += await self._findings.problems()
+                problems += await self._rebuild_problems()
         if held.held is None:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"
@@ -416,6 +420,7 @@ class AgentRequests:
                 "failed_by_store": {store.hex(): count for store, count in counters.failed_by_store.items()},
             },
             "raiser": asdict(agent.raiser.statistics),
+            "rebuild": asdict(agent.rebuilder.statistics),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),
             "server": asdict(agent.server.statistics()),
@@ -438,6 +443,14 @@ class AgentRequests:
             ],
         }
         return answer
+
+    async def _rebuild_problems(self) -> list[str]:
+        statistics = self._agent.rebuilder.statistics
+        shown = statistics.lost[:LOST_SHOWN_MAX]
+        if shown != self._lost_shown:
+            self._lost_names = await paths_of(self._agent.kv, shown)
+            self._lost_shown = shown
+        return rebuild_problems(statistics, self._lost_names)
 
     async def _damaged_count(self) -> int:
         """How many of this node's files that wait for protection are known to be damaged."""

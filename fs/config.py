@@ -62,6 +62,12 @@ class SpaceSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_fraction: float = 0.05
 
 
+class RepairSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[repair]`: how fast shards are moved and looked at that nobody waits for."""
+
+    bytes_per_second_max: int = 256 << 20
+
+
 class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[tls]`: what nodes on several machines prove who they are with. Paths of PEM files."""
 
@@ -97,6 +103,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protection: ProtectionSection = ProtectionSection()
     mount: MountSection = MountSection()
     space: SpaceSection = SpaceSection()
+    repair: RepairSection = RepairSection()
     etcd: EtcdSection = EtcdSection()
     tls: TlsSection = TlsSection()
 
@@ -233,6 +240,10 @@ def _check(config: NodeConfig) -> None:
     )
     _require(0 <= mount.settle_seconds <= 3600, "mount.settle_seconds: 0 to 3600")
     _require(0 <= mount.attribute_timeout_seconds <= 60, "mount.attribute_timeout_seconds: 0 to 60")
+    _require(
+        config.repair.bytes_per_second_max == 0 or config.repair.bytes_per_second_max >= 1 << 20,
+        "repair.bytes_per_second_max: 1048576 or more, or 0 for no limit",
+    )
     _require(0 <= config.space.reserve_fraction < 0.9, "space.reserve_fraction: 0 to 0.9")
 
 

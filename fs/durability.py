@@ -79,6 +79,8 @@ class Durability:
             fact["state"] = "damaged"
         elif version.home not in live:
             fact["state"] = "unreachable"
+        if fact["state"] == "unreachable" and not self._may_come_back(version, stores, parity_shards):
+            fact["state"] = "lost"
         if fact["state"] in ("unreachable", "degraded"):
             wanted = {shard.store for shard in version.shards}
             if (
@@ -91,6 +93,14 @@ class Durability:
                 str(stores[store].node) for store in wanted - live if store in stores and _may_return(stores[store])
             )
         return fact
+
+    @staticmethod
+    def _may_come_back(version: Version, stores: dict[StoreId, Store], parity_shards: int) -> bool:
+        """Whether the stores that are away, but neither lost nor removed, would have enough of it together with the others."""
+        possible = {store_id for store_id, store in stores.items() if _may_return(store)}
+        if version.state is VersionState.OPEN or (has_segment(version) and not version.damaged and version.home in possible):
+            return True
+        return bool(version.shards) and _survives(version, stores, possible, parity_shards) != UNREADABLE
 
     @staticmethod
     def _last_size(inode: Inode, version: Version, live: set[StoreId]) -> int | None:

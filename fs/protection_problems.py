@@ -1,12 +1,15 @@
 """What keeps files from being as safe as was asked for, as an operator is to hear it: a line for each cause. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptfs.cache.catalog_format import StoreState
-from ckptfs.cache.ids import StoreId
+from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.replication.members import Member
 from ckptfs.replication.placement import code_for
+from ckptfs.replication.rebuild import RebuildStatistics
 from ckptfs.replication.replicator import LISTED_MAX, ReplicatorStatistics
+
+LOST_SHOWN_MAX = 5
 
 
 def protection_problems(
@@ -47,6 +50,30 @@ def protection_problems(
         problems.append(
             f"{_files(waiting.stuck_count, 'waits', 'wait')} for protection, tried {waiting.stuck_attempts} times or more in "
             f"vain, the last time because of: {waiting.stuck_error}. They are safe on this node's drive, and tried again"
+        )
+    return problems
+
+
+def rebuild_problems(rebuild: RebuildStatistics, names: Mapping[InodeNumber, bytes]) -> list[str]:
+    """What the leader found of the shards of stores that are lost or draining; other nodes' statistics are empty."""
+    problems = []
+    if rebuild.lost_count:
+        shown = [names[ino].decode(errors="replace") for ino in rebuild.lost if ino in names][:LOST_SHOWN_MAX]
+        named = f": {', '.join(shown)}" if shown else ""
+        more = f" and {rebuild.lost_count - len(shown)} more" if shown and rebuild.lost_count > len(shown) else ""
+        problems.append(
+            f"{_files(rebuild.lost_count, 'is', 'are')} lost, too few of the stores that held the shards are left{named}{more}. "
+            "`ckptfs verify` names every one; restore them from elsewhere, or delete them"
+        )
+    if rebuild.homeless:
+        problems.append(
+            f"{_files(rebuild.homeless, 'has', 'have')} shards on nodes that are lost or draining, and no failure domain is "
+            "free to take them: they survive fewer losses meanwhile. Start more nodes, and the shards are made again there"
+        )
+    if rebuild.stuck:
+        problems.append(
+            f"shards of {_files(rebuild.stuck, 'could', 'could')} not be made again on other nodes, the last one because of: "
+            f"{rebuild.last_error}. It is tried again"
         )
     return problems
 

@@ -35,6 +35,8 @@ ATTEMPT_SECONDS_MAX = UNNAMED_SECONDS / 2
 """From the first byte sent to the commit, or there is none: holders sweep what is complete and unnamed for twice that time."""
 
 
+LISTED_MAX = 1000
+
 PAUSE_SECONDS_MAX = 600.0
 """How long it waits at most, after something could not be raised (for want of space, say), before all versions are walked
 again."""
@@ -54,7 +56,8 @@ class Footers(Protocol):
 
 @dataclass
 class RaiserStatistics:
-    """`raised` since the start; `left` are those this node still has to raise, as of the last walk; `last_error` why not."""
+    """`raised` since the start; `left` are those this node still has to raise, as far as
+    listed by the last walk; `last_error` why not."""
 
     raised: int = 0
     left: int = 0
@@ -118,13 +121,19 @@ class CodeRaiser:
             return
         if self._done_with == (code, live) or trio.current_time() < self._not_before:
             return
-        smaller = [one for one in await with_smaller_code(self._kv, code) if self._is_ours(one[1])]
-        self.statistics.left = len(smaller)
-        for vid, version in smaller:
-            if not self._is_idle():
-                return
-            await self._raise(vid, version)
-        if self.statistics.left:
+        after_revision = left = 0
+        while smaller := await with_smaller_code(
+            self._kv, code, LISTED_MAX, after_revision=after_revision, is_wanted=self._is_ours
+        ):
+            self.statistics.left = left + len(smaller)
+            for one in smaller:
+                if not self._is_idle():
+                    return
+                await self._raise(one.vid, one.version)
+            after_revision = smaller[-1].protected_revision
+            left = self.statistics.left
+        self.statistics.left = left
+        if left:
             self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
             self._not_before = trio.current_time() + self._pause_seconds
         else:

@@ -37,6 +37,15 @@ class Member(NamedTuple):
     live: bool
     free_bytes: int
 
+    @property
+    def is_gone_for_good(self) -> bool:
+        """Whether what it had does not come back."""
+        return self.state in (StoreState.LOST, StoreState.REMOVED)
+
+    @property
+    def takes_shards(self) -> bool:
+        return self.live and self.state is StoreState.IN
+
 
 class _Answer(NamedTuple):
     at_seconds: float
@@ -116,7 +125,10 @@ class Members:
         return trio.current_time() - self._changed_at_seconds
 
     def is_known_dead(self, store: StoreId) -> bool:
-        """Whether the store failed so recently that asking it again is a waste of a reader's time."""
+        """Whether the store failed so recently that asking it again is a waste of a reader's time, or is gone for good."""
+        member = self.member(store)
+        if member is not None and member.is_gone_for_good:
+            return True
         answer = self._answers.get(store)
         return answer is not None and not answer.live and trio.current_time() - answer.at_seconds < self._failure_age_seconds_max
 
@@ -181,5 +193,5 @@ def candidates(members: Sequence[Member], *, without: frozenset[StoreId] = froze
     return [
         Candidate(member.store, member.node, member.domain, member.free_bytes, member.live)
         for member in members
-        if member.state is StoreState.IN and member.live and member.store not in without
+        if member.takes_shards and member.store not in without
     ]

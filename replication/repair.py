@@ -8,12 +8,15 @@ Stripe by stripe: the content is read, every cell of it proved by the content's 
 are right, from the home's segment, if that is. A shard gets its footer, without which it is nothing, only if its table gives
 the root that was acknowledged when the version became protected. So repair never changes a shard, it brings the same one back;
 one that can't be brought back is reported.
+
+A shard that is to leave a store which still answers is copied from there, each cell proved by the shard's table; what can't be
+had so is made of the others.
 """
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import trio
 
@@ -32,8 +35,8 @@ from ckptfs.replication.errors import (
     ShardDamaged,
     ShardNotFound,
 )
-from ckptfs.replication.members import Members, candidates
-from ckptfs.replication.placement import place
+from ckptfs.replication.members import Members
+from ckptfs.replication.new_holder import new_holder
 from ckptfs.replication.protect import DurableCatalog, ShardHolders
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.readable_shards import ReadableShards
@@ -62,8 +65,19 @@ class RepairedVersions(Protocol):
     async def commit_repaired(self, repaired: RepairedCommit) -> bool: ...
 
 
-class _Replaced(Exception):
+class VersionReplaced(Exception):
     """The version ended, or another repair was faster, while this one was under way."""
+
+
+class Rebuilt(NamedTuple):
+    """What became of shards: where those that are right now are, and why the others are not, by their index."""
+
+    stores: dict[int, StoreId]
+    problems: dict[int, str]
+
+
+async def at_once(size_bytes: int) -> None:
+    """The pace of a repair somebody waits for."""
 
 
 @dataclass
@@ -99,7 +113,11 @@ class Repairer:
         codec: Codec,
         threads: QuietThreads,
         take_buffer: Callable[[int], Any],
+        *,
+        pace: Callable[[int], Awaitable[None]] = at_once,
     ) -> None:
+        """`pace` is told how many bytes were sent, and returns when more may be."""
+        self._pace = pace
         self._kv = kv
         self._versions = versions
         self._members = members
@@ -123,24 +141,50 @@ class Repairer:
             wanted += [index for index in report.unreachable if self._is_gone(version.shards[index].store)]
             if report.is_gone or not report.is_protected or not (wanted or report.unreachable):
                 return report
-            lanes = [_Lane(index, version.shards[index].store) for index in sorted(wanted)]
-            path_hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
+            lanes = self._lanes(version, wanted)
             try:
-                if not lanes:
-                    pass
-                elif version.layout is ShardLayout.COPIES:
-                    await self._rebuild_copies(ino, vid, version, lanes, path_hint)
-                else:
-                    await self._rebuild_shards(ino, vid, version, lanes, path_hint)
-                await self._record(vid, version, lanes)
-            except _Replaced as replaced:
+                await self._rebuild(ino, vid, version, lanes, path_hint)
+            except VersionReplaced as replaced:
                 report.is_gone, report.message = True, str(replaced)
                 return report
-            except NotEnoughShards as error:
-                for lane in lanes:
-                    if not lane.done:
-                        lane.give_up(str(error))
         return self._conclude(version, report, lanes)
+
+    async def rebuild(
+        self, vid: Vid, version: Version, indices: Iterable[int], *, without: frozenset[StoreId] = frozenset()
+    ) -> Rebuilt:
+        """Have these shards of a protected version on stores that answer, none of them in `without`.
+
+        Nothing is asked of the catalog's stores: `members` is as it was refreshed last. Raises `VersionReplaced`, `CacheError`.
+        """
+        async with self._one_at_a_time:
+            lanes = self._lanes(version, indices)
+            for lane in lanes:
+                lane.useless |= without
+            await self._rebuild(version.ino, vid, version, lanes, b"")
+        return Rebuilt(
+            {lane.index: lane.store for lane in lanes if lane.done},
+            {lane.index: lane.problem or "its holder failed again and again" for lane in lanes if not lane.done},
+        )
+
+    @staticmethod
+    def _lanes(version: Version, indices: Iterable[int]) -> list[_Lane]:
+        return [_Lane(index, version.shards[index].store) for index in sorted(indices)]
+
+    async def _rebuild(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
+        """Bring the lanes as far as they can be, and record where they are. Raises `VersionReplaced`."""
+        path_hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
+        try:
+            if not lanes:
+                return
+            if version.layout is ShardLayout.COPIES:
+                await self._rebuild_copies(ino, vid, version, lanes, path_hint)
+            else:
+                await self._rebuild_shards(ino, vid, version, lanes, path_hint)
+            await self._record(vid, version, lanes)
+        except NotEnoughShards as error:
+            for lane in lanes:
+                if not lane.done:
+                    lane.give_up(str(error))
 
     # ---- striped
 
@@ -175,6 +219,7 @@ class Repairer:
                 await self._each(tried, open_sink)
                 opened = [lane for lane in tried if lane.sink is not None]
                 async with self._take_buffer(stripe_buffer_size(geometry)) as buffer:
+                    await self._copy(content, [lane for lane in opened if lane.index not in unreadable], buffer)
                     await self._pass(reader, content, opened, buffer)
                 await self._require_unchanged(vid, version)
                 await self._each([lane for lane in opened if lane.sink is not None], finish)
@@ -229,6 +274,34 @@ class Repairer:
             ) from None
         return of_home, None, unreadable
 
+    async def _copy(self, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
+        """Send the cells of lanes that move away from a store which still has them, as far as it gives right ones."""
+        vid, version = content.vid, content.version
+
+        async def copy(lane: _Lane, place: memoryview) -> None:
+            source = version.shards[lane.index].store
+            assert lane.table is not None
+            for stripe in range(lane.next_stripe, len(lane.table) // HASH_SIZE):
+                try:
+                    length = await self._holders.read_cell(source, vid, lane.index, stripe, place)
+                except ReplicationError as error:
+                    self._note(source, error)
+                    return
+                cell = place[:length]
+                digest = await self._threads.run(cell_hash, cell)
+                if digest != lane.table[stripe * HASH_SIZE : (stripe + 1) * HASH_SIZE]:
+                    return
+                if lane.sink is None:
+                    return
+                await lane.sink.send_cell(stripe, cell, digest)
+                lane.next_stripe = stripe + 1
+                await self._pace(length)
+
+        moving = [lane for lane in lanes if lane.table is not None and lane.store != version.shards[lane.index].store]
+        size = content.geometry.cell_size
+        places = {lane.index: buffer[number * size :][:size] for number, lane in enumerate(moving)}
+        await self._each(moving, lambda lane: copy(lane, places[lane.index]))
+
     async def _pass(self, reader: StripeReader, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
         """Send each lane the cells it lacks. A lane that fails drops out."""
         geometry = content.geometry
@@ -258,6 +331,7 @@ class Repairer:
                     lane.next_stripe = number + 1
 
             await self._each(live, send)
+            await self._pace(sum(len(cells[lane.index][0]) for lane in live))
         for lane in lanes:
             if lane.sink is not None and lane.table is None:
                 lane.table = bytes(lane.hashes)
@@ -347,18 +421,8 @@ class Repairer:
         places = {index: shard.store for index, shard in enumerate(version.shards)}
         places.update((other.index, other.store) for other in lanes)
         del places[lane.index]
-        members = self._members.known()
-        taken = {member.domain for member in members if member.store in places.values()}
-        without = frozenset({*places.values(), *lane.useless, own})
-        free = [candidate for candidate in candidates(members, without=without) if candidate.domain not in taken]
-        if not free:
-            others = candidates(members, without=frozenset({*lane.useless, own}))
-            raise NotEnoughDomains(
-                "every other node that answers holds another shard of the file already; start the node that is away, or one more"
-                if others
-                else "no other node answers; start more nodes"
-            )
-        return place(free, 1, vid + bytes([lane.index]), bytes_each)[0]
+        without = frozenset({*lane.useless, own})
+        return new_holder(self._members.known(), vid, lane.index, places, without, bytes_each)
 
     def _is_gone(self, store: StoreId) -> bool:
         member = self._members.member(store)
@@ -397,12 +461,12 @@ class Repairer:
     async def _require_unchanged(self, vid: Vid, version: Version) -> None:
         now = await self._versions.version(vid)
         if now is None or now.state is not VersionState.PROTECTED:
-            raise _Replaced("the file was replaced, rewritten or deleted while it was being repaired")
+            raise VersionReplaced("the file was replaced, rewritten or deleted while it was being repaired")
         if now.shards != version.shards:
-            raise _Replaced("another repair gave the file's shards new holders meanwhile")
+            raise VersionReplaced("another repair gave the file's shards new holders meanwhile")
 
     async def _record(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
-        """Name the new holders, all or none. Raises `_Replaced`."""
+        """Name the new holders, all or none. Raises `VersionReplaced`."""
         moving = [lane for lane in lanes if lane.done and lane.store != version.shards[lane.index].store]
         if not moving:
             return

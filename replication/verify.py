@@ -130,6 +130,8 @@ class Verifier:
         useless = True
         where: list[int] | None
         try:
+            if self._is_lost(store):
+                raise ShardNotFound("the node was lost, or removed from the cluster")
             problem, useless = await check(inspection, index)
             where = report.damaged if problem else None
         except ShardNotFound as error:

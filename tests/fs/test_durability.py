@@ -11,7 +11,7 @@ from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.prefixes import Prefix, begin_prefix
-from ckptfs.cache.store_registry import register_store, stores
+from ckptfs.cache.store_registry import register_store, set_state, stores
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 from ckptfs.fs.durability import Durability
 
@@ -74,6 +74,18 @@ async def cluster() -> Cluster:
     made = Cluster()
     await made.begin()
     return made
+
+
+async def test_what_cannot_come_back_is_lost_and_not_unreachable(cluster: Cluster) -> None:
+    protected = await cluster.protected_file(b"protected", STORES)
+    local, _ = await cluster.local_file(b"local")
+    assert [(await cluster.fact(ino, gone={0, 1, 2}))["state"] for ino in (protected, local)] == ["unreachable"] * 2
+    for number, state in enumerate((StoreState.LOST, StoreState.REMOVED)):
+        await set_state(cluster.kv, STORES[number], state)
+    facts = [await cluster.fact(ino, gone={0, 1, 2}) for ino in (protected, local)]
+    assert [fact["state"] for fact in facts] == ["unreachable", "lost"]
+    await set_state(cluster.kv, STORES[2], StoreState.LOST)
+    assert (await cluster.fact(protected, gone={0, 1, 2}))["state"] == "lost"
 
 
 async def test_an_open_file_is_as_large_as_it_is_now(cluster: Cluster) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from ckptfs.cache.catalog_format import StoreState
-from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.cache.ids import InodeNumber, NodeId, StoreId
 from ckptfs.fs.cli_flush import _what_to_do
-from ckptfs.fs.protection_problems import protection_problems
+from ckptfs.fs.protection_problems import protection_problems, rebuild_problems
 from ckptfs.fs.status import FileStanding
 from ckptfs.replication.members import Member
+from ckptfs.replication.rebuild import RebuildStatistics
 from ckptfs.replication.replicator import ReplicatorStatistics
 
 
@@ -42,6 +43,17 @@ def test_nodes_that_are_away_are_named() -> None:
     away, smaller = problems(2, 7)
     assert "node-2" in away
     assert "protected with 1+1 meanwhile, are degraded" in smaller
+
+
+def test_what_is_lost_is_named_and_what_has_no_place_says_what_to_do() -> None:
+    assert rebuild_problems(RebuildStatistics(), {}) == []
+    found = RebuildStatistics(left=9, homeless=3, stuck=1, lost_count=7, lost=[InodeNumber(5)], last_error="it is full")
+    lost, homeless, stuck = rebuild_problems(found, {InodeNumber(5): b"run/model.pt"})
+    assert lost.startswith("7 files are lost")
+    assert "run/model.pt and 6 more" in lost
+    assert homeless.startswith("3 files have shards on nodes that are lost or draining")
+    assert "Start more nodes" in homeless
+    assert "it is full" in stuck
 
 
 def test_what_fails_again_and_again_says_why() -> None:

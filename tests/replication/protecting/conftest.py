@@ -153,6 +153,7 @@ class Node:
                 collect_seconds=self.collect_seconds,
                 grace_seconds=self.grace_seconds,
                 raise_unchanged_seconds=self.cluster.raise_unchanged_seconds,
+                rebuild_look_seconds=1e9,
             ),
             settle=self._settle,
         )

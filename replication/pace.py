@@ -1,0 +1,19 @@
+"""How fast work may go that nobody waits for."""
+
+import trio
+
+
+class Pace:
+    """At most so many bytes a second, over all that share it; 0: as fast as it goes."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    async def spend(self, size_bytes: int) -> None:
+        """Call it after the bytes went; it returns when the next may."""
+        if not self._bytes_per_second:
+            await trio.lowlevel.checkpoint()
+            return
+        self._free_at = max(self._free_at, trio.current_time()) + size_bytes / self._bytes_per_second
+        await trio.sleep_until(self._free_at)
