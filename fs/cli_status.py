@@ -17,6 +17,7 @@ from ckptfs.fs.local_cluster import LocalCluster
 from ckptfs.fs.mount_table import mount_of
 from ckptfs.fs.status import (
     Place,
+    at_risk,
     local_node_of,
     nodes_status,
     path_standing,
@@ -50,7 +51,7 @@ def status(
         _show(lambda: path_standing(target).as_json(), _path_text, as_json, watch)
         return
     places = places or []
-    document = _show(lambda: {"nodes": nodes_status(places)}, _nodes_text, as_json, watch)
+    document = _show(lambda: _nodes_document(places), _nodes_text, as_json, watch)
     if not any(node["alive"] for node in document["nodes"]):
         message = "no node answers" if len(places) != 1 else f"{places[0].id} does not answer"
         raise Unreachable(message, reported=as_json)
@@ -93,6 +94,11 @@ def _show(
     return document
 
 
+def _nodes_document(places: list[Place]) -> dict[str, Any]:
+    nodes = nodes_status(places)
+    return {"nodes": nodes, "at_risk": at_risk(nodes)}
+
+
 def _nodes_text(document: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "processes", "lane", "unprotected", "oldest", "open", "mountpoint"):
@@ -118,7 +124,24 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
             reasons.setdefault(f"{node['lane']}: {node['lane_reason']}", []).append(node["id"])
         for problem in node["problems"]:
             reasons.setdefault(problem, []).append(node["id"])
-    return Group(table, *(f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()))
+    lines = [f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()]
+    return Group(table, *lines, *filter(None, [_risk_text(document["at_risk"])]))
+
+
+def _risk_text(risk: dict[str, Any]) -> str:
+    """The standing line: what the death of any one machine would cost now."""
+    if risk["node"] is None and not risk["files"]:
+        text = "if any one of these nodes died now, no closed file would be lost"
+    else:
+        text = (
+            f"if {risk['node']} died now, {human_bytes(risk['bytes'])} in {risk['files']} files would be lost, the oldest "
+            f"unprotected for {human_seconds(risk['oldest_seconds'])}; the death of no other of these nodes would cost more"
+        )
+    if risk["unknown"]:
+        text += f"; not known of {', '.join(risk['unknown'])}"
+    if risk["away"] and risk["away"] >= risk["parity_shards"]:
+        text += f"; {risk['away']} nodes are away: what has shards on all of them may not survive one more (`ckptfs whatif`)"
+    return text
 
 
 _RISKS = {

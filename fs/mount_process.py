@@ -19,6 +19,7 @@ import msgspec
 import trio
 
 from ckptfs import __version__
+from ckptfs.cache.catalog_format import StoreState
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
@@ -79,6 +80,7 @@ from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
+from ckptfs.fs.what_if import WhatIf
 from ckptfs.replication.quiet_threads import QuietThreads
 
 if TYPE_CHECKING:
@@ -258,6 +260,7 @@ class MountProcess:
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
         self._growing = growing
         self._durability = Durability(namespace, versions, self._size_of)
+        self._losses = WhatIf(namespace, versions)
         self._settings = settings
         mounted = mounts_at(config.mountpoint)
         self._for_its_user_only = config.mount.allow_other and bool(mounted) and not mounted[-1].allow_other
@@ -421,6 +424,9 @@ class MountProcess:
                 return self._status()
             case "state":
                 return {"ok": True, "states": await self._states([InodeNumber(ino) for ino in request["inos"]], lenient=True)}
+            case "what_if":
+                inos = [InodeNumber(ino) for ino in request["inos"]]
+                return {"ok": True, **await self._what_if(inos, [str(node) for node in request["lose"]])}
             case "protected":
                 await self._protected([Vid(vid) for vid in request["vids"]])
                 return {"ok": True}
@@ -441,6 +447,15 @@ class MountProcess:
         if live is None:
             live = set(stores) if lenient else set()
         return await self._durability.states(inos, stores, live, self._settings.parity_shards)
+
+    async def _what_if(self, inos: list[InodeNumber], nodes: list[str]) -> Message:
+        """`files`: as `WhatIf.outcomes` without these nodes; `nodes`: all there are; `unknown`: those that aren't among them."""
+        stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
+        joined = {str(record.node) for record in stores.values() if record.state in (StoreState.IN, StoreState.DRAINING)}
+        lost = {store for store, record in stores.items() if record.node in nodes}
+        live = await self._live_stores() or set(stores)
+        files = await self._losses.outcomes(inos, stores, live, lost)
+        return {"files": files, "nodes": sorted(joined), "unknown": sorted(set(nodes) - joined)}
 
     def _size_of(self, ino: InodeNumber) -> int | None:
         """The size of a file that is being written here."""

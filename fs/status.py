@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +199,28 @@ def node_status(place: Place) -> dict[str, Any]:
         "open_files": known.get("open_files"),
         "mount": mount,
         "agent": agent,
+    }
+
+
+def at_risk(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the death of any one of these nodes would lose now, at most: that of `node`, None where none would lose anything.
+
+    Of each node what is not protected yet; `unknown` are those that don't answer. `away` is how many nodes of the whole cluster
+    don't: with `parity_shards` or more of them, protected files may not survive one more.
+    """
+    known = [node for node in nodes if node["mount"] is not None]
+    worst = max(known, key=lambda node: (node["mount"]["unprotected_bytes"], node["mount"]["unprotected_files"]), default=None)
+    files = 0 if worst is None else worst["mount"]["unprotected_files"]
+    agents = [node["agent"] for node in nodes if node["agent"] is not None]
+    stores = [store for agent in agents[:1] for store in agent["stores"] if store["state"] in ("in", "draining")]
+    return {
+        "node": worst["id"] if worst is not None and files else None,
+        "files": files,
+        "bytes": worst["mount"]["unprotected_bytes"] if worst is not None and files else 0,
+        "oldest_seconds": worst["mount"]["oldest_unprotected_seconds"] if worst is not None and files else None,
+        "unknown": [node["id"] for node in nodes if node["mount"] is None],
+        "away": sum(not store["live"] for store in stores),
+        "parity_shards": int(agents[0]["code"].split("+")[1]) if agents else 0,
     }
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
-from ckptfs.fs.cli_status import _path_text
+from ckptfs.fs.cli_status import _path_text, _risk_text
 from ckptfs.fs.status import (
     LADDER,
     FileStanding,
     PathStanding,
     Place,
+    at_risk,
     in_order,
     local_node_of,
     node_status,
@@ -145,3 +146,21 @@ def test_an_unreachable_file_names_the_nodes_to_start() -> None:
         _path_text(PathStanding("d", files).as_json())
     )
     assert str(_path_text(PathStanding("d/b", files[1:]).as_json())).endswith("; away: node-5")
+
+
+def standing(name: str, unprotected: int | None, *, away: int = 0) -> dict[str, Any]:
+    mount = None if unprotected is None else {"unprotected_bytes": 10 * unprotected, "unprotected_files": unprotected}
+    stores = [{"state": "in", "live": number >= away} for number in range(6)]
+    agent = {"stores": stores, "code": "4+2"}
+    return {"id": name, "mount": mount and mount | {"oldest_unprotected_seconds": 3.0}, "agent": agent}
+
+
+def test_the_standing_line_is_about_the_node_whose_death_would_cost_most() -> None:
+    risk = at_risk([standing("a", 1), standing("b", 4), standing("c", None)])
+    assert (risk["node"], risk["files"], risk["bytes"], risk["oldest_seconds"]) == ("b", 4, 40, 3.0)
+    assert risk["unknown"] == ["c"]
+    assert _risk_text(risk).startswith("if b died now, 40 B in 4 files would be lost")
+    assert "not known of c" in _risk_text(risk)
+    assert _risk_text(at_risk([standing("a", 0)])) == "if any one of these nodes died now, no closed file would be lost"
+    assert "2 nodes are away" in _risk_text(at_risk([standing("a", 0, away=2)]))
+    assert at_risk([])["node"] is None
