@@ -8,7 +8,7 @@ every node has committed before the question.
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.errors import HeldElsewhere, NamespaceError, NoSuchAttribute
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
-from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.fuse_session import Answer, Handler
 
 ASK_FIRST = frozenset({Opcode.OPEN, Opcode.OPENDIR})
 NEVER_ASK = frozenset(
@@ -35,7 +35,7 @@ def _guarded(handler: Handler, kv: KeyValue, asks_first: bool, never_asks: bool)
     if never_asks:
         return handler
 
-    async def handle(header: RequestHeader, body: memoryview) -> bytes | None:
+    async def handle(header: RequestHeader, body: memoryview) -> Answer | None:
         if asks_first:
             await kv.catch_up()
             return await handler(header, body)

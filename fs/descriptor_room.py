@@ -13,7 +13,7 @@ from collections.abc import Callable
 import trio
 
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
-from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.fuse_session import Answer, Handler
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class DescriptorRoom:
         return handlers | {opcode: self._guard(handlers[opcode], was_carried_out) for opcode in present}
 
     def _guard(self, handler: Handler, was_carried_out: Callable[[int], bool]) -> Handler:
-        async def handle(header: RequestHeader, body: memoryview) -> bytes | None:
+        async def handle(header: RequestHeader, body: memoryview) -> Answer | None:
             if not was_carried_out(header.unique):
                 await self.require_one()
             return await handler(header, body)

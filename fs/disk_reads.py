@@ -14,13 +14,13 @@ class DiskReads:
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(READS_MAX)
 
-    async def read(self, descriptor: int, size: int, offset: int) -> bytes:
+    async def read(self, descriptor: int, size: int, offset: int) -> bytes | bytearray:
         """Bytes of the file, short at its end. Raises `OSError`."""
         buffer = bytearray(size)
         try:
             count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
             if count == size:
-                return bytes(buffer)
+                return buffer
         except OSError:  # not in memory, or a file system that can't say
             pass
         del buffer  # nothing is held by those who wait for a thread

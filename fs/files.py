@@ -269,7 +269,7 @@ class FileOperations:
 
     # Reading
 
-    async def read(self, header: RequestHeader, body: memoryview) -> bytes:
+    async def read(self, header: RequestHeader, body: memoryview) -> bytes | bytearray:
         fh, offset, size, *_ = fuse.READ_IN.unpack_from(body)
         file = self._handle(fh).file
         gone: ContentGone | None = None

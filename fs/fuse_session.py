@@ -67,7 +67,8 @@ NEEDED = InitFlag.SETXATTR_EXT
 """What every kernel we run on has, and requests are read by."""
 
 Body = memoryview
-Handler = Callable[[RequestHeader, memoryview], Awaitable[bytes | None]]
+Answer = bytes | bytearray
+Handler = Callable[[RequestHeader, memoryview], Awaitable[Answer | None]]
 """Takes a request and returns the body of the answer; None answers nothing. The view is the handler's until it returns."""
 
 
@@ -106,16 +107,16 @@ class SessionStatistics(NamedTuple):
 class _Noticing:
     """Awaits a coroutine and calls `on_wait` once, at the moment it first waits; not at all if it never does."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, bytes | None], on_wait: Callable[[], None]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Answer | None], on_wait: Callable[[], None]) -> None:
         self._coroutine = coroutine
         self._on_wait = on_wait
 
-    def __await__(self) -> Generator[Any, Any, bytes | None]:
+    def __await__(self) -> Generator[Any, Any, Answer | None]:
         coroutine = self._coroutine
         try:
             trap = coroutine.send(None)
         except StopIteration as stop:
-            return cast(bytes | None, stop.value)
+            return cast(Answer | None, stop.value)
         self._on_wait()
         while True:
             try:
@@ -127,7 +128,7 @@ class _Noticing:
             try:
                 trap = step()
             except StopIteration as stop:
-                return cast(bytes | None, stop.value)
+                return cast(Answer | None, stop.value)
 
 
 class FuseSession:
@@ -266,16 +267,16 @@ class FuseSession:
             with memoryview(buffer)[fuse.IN_HEADER.size : length] as body:
                 handler = self._handlers.get(header.opcode)
                 if header.opcode == Opcode.INIT:
-                    answer: bytes | None = self._negotiate(body)
+                    answer: Answer | None = self._negotiate(body)
                 elif handler is None:
                     raise OSError(errno.ENOSYS, "not implemented")
                 else:
                     if kernel_unique & fuse.UNIQUE_RESEND:
                         header = header._replace(unique=kernel_unique & ~fuse.UNIQUE_RESEND)
-                    answer = await _Noticing(cast("Coroutine[Any, Any, bytes | None]", handler(header, body)), on_wait)
+                    answer = await _Noticing(cast("Coroutine[Any, Any, Answer | None]", handler(header, body)), on_wait)
             if answer is None:
                 return
-            message = fuse.OUT_HEADER.pack(fuse.OUT_HEADER.size + len(answer), 0, kernel_unique), answer
+            message: tuple[bytes, Answer] = fuse.OUT_HEADER.pack(fuse.OUT_HEADER.size + len(answer), 0, kernel_unique), answer
         except Exception as error:
             number = errno_of(error)
             if number is None:
@@ -291,7 +292,7 @@ class FuseSession:
         self._answer(message)
         self._on_answered(header.unique)
 
-    def _answer(self, message: tuple[bytes, bytes]) -> None:
+    def _answer(self, message: tuple[bytes, Answer]) -> None:
         try:
             os.writev(self._device, message)
         except OSError as error:

@@ -91,7 +91,7 @@ class RemoteFiles:
             self._holds.let_go(file.held)
             file.held = None
 
-    async def read(self, file: FileInUse, offset: int, size: int) -> bytes:
+    async def read(self, file: FileInUse, offset: int, size: int) -> bytes | bytearray:
         """Bytes of what programs have open. Raises `ContentGone` if the file has other content now, or its bytes are nowhere."""
         version = file.remote
         if version is None or version.state is VersionState.OPEN:

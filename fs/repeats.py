@@ -19,7 +19,7 @@ from ckptfs.cache.catalog_kv import Compare, Delete, KeyValue, Operation, Put, T
 from ckptfs.cache.ids import NodeId
 from ckptfs.cache.mount_db import FileRow, FileState
 from ckptfs.fs.fuse_format import RequestHeader
-from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.fuse_session import Answer, Handler
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Repeats:
         """The handler for requests that must not be carried out twice. `again` answers one that was carried out before as the
         handler would have then, and may itself be asked repeatedly."""
 
-        async def carry_out(header: RequestHeader, body: memoryview) -> bytes | None:
+        async def carry_out(header: RequestHeader, body: memoryview) -> Answer | None:
             if header.unique in self._earlier:
                 self._earlier.remove(header.unique)
                 self._unanswered.add(header.unique)

@@ -20,7 +20,7 @@ from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.reserve import Reserve, Room, room_at, share_of
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
-from ckptfs.fs.fuse_session import Handler
+from ckptfs.fs.fuse_session import Answer, Handler
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Space:
         return handlers | {opcode: self._guard(handlers[opcode], was_carried_out) for opcode in MAKES_NAMES}
 
     def _guard(self, handler: Handler, was_carried_out: Callable[[int], bool]) -> Handler:
-        async def handle(header: RequestHeader, body: memoryview) -> bytes | None:
+        async def handle(header: RequestHeader, body: memoryview) -> Answer | None:
             if not was_carried_out(header.unique):
                 self.require_room()
             return await handler(header, body)

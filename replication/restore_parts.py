@@ -24,6 +24,8 @@ READ_AHEAD_STRIPES = 4
 """How far the fetching runs ahead of a sequential reader: 16 MiB at 4+2, what is in flight at once anyway."""
 
 PROOF_ATTEMPTS_MAX = 3
+PROOF_BYTES_MAX = 8 << 20
+"""For cells that are hashed again: in the budget of the stripes they would drive those out that are kept for the next."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ class PartLoader:
         self._reader = reader
         self._home = home
         self._budget = budget
+        self._proof_budget = BufferBudget(PROOF_BYTES_MAX)
         self._disk_limiter = disk_limiter
 
     async def require(self, source: Source, parts: range) -> None:
@@ -95,7 +98,7 @@ class PartLoader:
             if not parts:
                 return
             first, last = offset // copy.cell_size, -(-min(offset + length, copy.size) // copy.cell_size)
-            async with self._budget.take(copy.cell_size) as buffer:
+            async with self._proof_budget.take(copy.cell_size) as buffer:
                 right = set(await self._in_thread(copy.check, first, last - first, buffer))
             wrong = [cell for cell in range(first, last) if cell not in right]
             if not wrong:

@@ -7,11 +7,9 @@ means anything without them.
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import shutil
-import socket
 import statistics
 import sys
 import time
@@ -21,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench_bare import receive_shards, send_shards
 from bench_names import PROCESSES, files_in_mount, files_in_plain, in_processes, list_seconds, stat_seconds
 from bench_restart import restart_figures
 from rich.console import Console
@@ -36,7 +35,6 @@ from ckptfs.fs.node_processes import ROLES
 from ckptfs.fs.status import node_status, place_of_mount
 
 BLOCK_SIZE = 1 << 20
-CELL_SIZE = 1 << 20
 DATA_SHARDS, PARITY_SHARDS = 4, 2
 SMALL_FILE_SIZE = 1024
 WRITERS = 4
@@ -56,6 +54,7 @@ LIMITS = {
     "restart": ("seconds_max", 1.0),
     "served": ("served_ratio_max", 1 / 0.3),
     "protect": ("share_of_bare_loop_min", 0.5),
+    "restore": ("share_of_bare_shards_min", 0.5),
     "memory": ("peak_mb_max", 150),
 }
 """What must be reached, by part."""
@@ -185,7 +184,7 @@ class Bench:
         `wait_until` asks the node not to wait for a re-open, so all of the time is work.
         """
         size_bytes = self._sizes.protect_bytes
-        bare = bare_loop(size_bytes, self._plain)
+        bare = send_shards(size_bytes, self._plain, DATA_SHARDS, PARITY_SHARDS)
         block = os.urandom(BLOCK_SIZE)
         with open(self._mount / "bench-protect", "wb", buffering=0) as file:
             for number in range(size_bytes // BLOCK_SIZE):
@@ -206,10 +205,13 @@ class Bench:
         }
 
     def restore(self) -> dict[str, Any]:
-        """The protected file read through a third node's mount, its writer and one more node dead."""
+        """The protected file read through a third node's mount, its writer and one more node dead, against the shards it is made
+        of, sent straight from their files over as many loopback connections."""
         self._memory.look()
         for number in (0, 1):
             self._cluster.kill(number)
+        shards = [_largest_shard(node.store) for node in self._cluster.nodes[2:]]
+        bare = receive_shards(shards)
         path = self._cluster.nodes[2].mountpoint / "bench-protect"
         buffer, size_bytes, started = bytearray(4 << 20), 0, time.monotonic()
         with open(path, "rb", buffering=0) as file:
@@ -219,7 +221,14 @@ class Bench:
         if size_bytes != self._sizes.protect_bytes:
             raise NotReached(f"{path} gave {size_bytes} bytes of {self._sizes.protect_bytes}")
         path.unlink()
-        return {"bytes": size_bytes, "seconds": round(seconds, 3), "bytes_per_second": round(size_bytes / seconds)}
+        return {
+            "bytes": size_bytes,
+            "seconds": round(seconds, 3),
+            "bytes_per_second": round(size_bytes / seconds),
+            "bare_shards_seconds": round(bare, 3),
+            "bare_shards_bytes_per_second": round(size_bytes / bare),
+            "share_of_bare_shards": round(bare / seconds, 3),
+        }
 
     def _pairs(self, work: Callable[[Path], None], size_bytes: int | None, pairs: int | None = None) -> dict[str, Any]:
         """Run it in both directories in turns, changing who begins, after one turn that isn't counted.
@@ -293,53 +302,8 @@ class Bench:
         return found
 
 
-def bare_loop(size_bytes: int, directory: Path) -> float:
-    """Seconds to send what protecting `size_bytes` at 4+2 sends, over six loopback connections into six synced files.
-
-    One process sends cells of 1 MiB in turns; six processes receive and write, and sync once at the end. No code, no hashes.
-    """
-    each = -(-size_bytes // DATA_SHARDS)
-    context = multiprocessing.get_context("spawn")
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(DATA_SHARDS + PARITY_SHARDS)]
-    paths = [directory / f"bench-bare-{index}" for index in range(len(listeners))]
-    receivers = [
-        context.Process(target=_receive_into_file, args=(listener, path)) for listener, path in zip(listeners, paths, strict=True)
-    ]
-    for receiver in receivers:
-        receiver.start()
-    connections = [socket.create_connection(listener.getsockname()) for listener in listeners]
-    for connection in connections:
-        connection.recv(1)  # its receiver is ready
-    cell = memoryview(os.urandom(CELL_SIZE))
-    started = time.monotonic()
-    left = each
-    while left:
-        part = cell[: min(left, CELL_SIZE)]
-        for connection in connections:
-            connection.sendall(part)
-        left -= len(part)
-    for connection in connections:
-        connection.shutdown(socket.SHUT_WR)
-    for connection in connections:
-        connection.recv(1)  # it is synced
-    seconds = time.monotonic() - started
-    for connection, listener, receiver, path in zip(connections, listeners, receivers, paths, strict=True):
-        connection.close()
-        listener.close()
-        receiver.join()
-        path.unlink()
-    return seconds
-
-
-def _receive_into_file(listener: socket.socket, path: Path) -> None:
-    connection, _ = listener.accept()
-    buffer = memoryview(bytearray(CELL_SIZE))
-    with connection, open(path, "wb", buffering=0) as file:
-        connection.sendall(b"r")
-        while count := connection.recv_into(buffer):
-            file.write(buffer[:count])
-        os.fsync(file.fileno())
-        connection.sendall(b"s")
+def _largest_shard(store: Path) -> Path:
+    return max((path for path in (store / "shards").glob("*/*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 class MemoryPeaks:
@@ -475,8 +439,8 @@ def _reached(document: dict[str, Any]) -> dict[str, bool]:
             found[part] = figures["mount_files_per_second"] >= limit
         elif kind == "seconds_max":
             found[part] = figures["seconds"] <= limit
-        elif kind == "share_of_bare_loop_min":
-            found[part] = figures["share_of_bare_loop"] >= limit
+        elif kind.startswith("share_of_bare_"):
+            found[part] = figures[kind.removesuffix("_min")] >= limit
         else:
             found[part] = max(figures.values()) < limit
     return found
@@ -534,7 +498,11 @@ def _print(document: dict[str, Any]) -> None:
         )
     if "restore" in document:
         figures = document["restore"]
-        out.print(f"restore {human_bytes(figures['bytes'])}, two nodes dead: {figures['bytes_per_second'] / 1e9:.2f} GB/s")
+        out.print(
+            f"restore {human_bytes(figures['bytes'])}, two nodes dead: {figures['bytes_per_second'] / 1e9:.2f} GB/s; its shards"
+            f" straight over loopback {figures['bare_shards_bytes_per_second'] / 1e9:.2f}, share"
+            f" {figures['share_of_bare_shards']:.2f} (limit ≥ 0.5) {_mark(document, 'restore')}"
+        )
     peaks = ", ".join(f"{role} {document['memory'][f'{role}_peak_mb']:.0f} MB" for role in ROLES)
     out.print(f"peak resident memory of a process: {peaks} (limit < 150 MB) {_mark(document, 'memory')}")
 

@@ -145,7 +145,7 @@ class BareNode:
         finally:
             if unique is None:
                 self.tell(number)
-        return answer or b""
+        return bytes(answer or b"")
 
     def tell(self, unique: int) -> None:
         """The kernel takes the answer to the request of this number."""

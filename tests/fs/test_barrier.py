@@ -39,7 +39,7 @@ async def ask(opcode: Opcode, until: int, error: Exception) -> tuple[bytes, int]
     except type(error):
         return b"refused", kv.caught_up
     assert answer is not None
-    return answer, kv.caught_up
+    return bytes(answer), kv.caught_up
 
 
 @pytest.mark.parametrize("opcode", [Opcode.OPEN, Opcode.OPENDIR])
