@@ -215,12 +215,15 @@ def _no_room(path: Path) -> StoreError:
 class MountDatabase:
     """The writer. Calls take some ten microseconds and never wait for a disk. `in_memory`: the drive takes no writes any more."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the database, making it if absent. Raises `DamagedData` for one that another may take the place of: damaged,
-        shortened or of something else; `StoreError` for one of another format, or that can't be opened now."""
+    def __init__(self, path: Path, *, was_set_back: bool = False) -> None:
+        """Open the database, making it if absent; `was_set_back`: it may have lost what was not synced in this boot.
+
+        Raises `DamagedData` for one that another may take the place of: damaged, shortened or of something else; `StoreError` for
+        one of another format, or that can't be opened now.
+        """
         try:
             cut = log_is_cut(path)
-            if cut and not _is_of_earlier_boot(path):
+            if cut and not was_set_back and not _is_of_earlier_boot(path):
                 raise DamagedData(f"{path}-wal is damaged; {REMEDY}")
         except OSError as error:
             raise StoreError(f"{path} can't be opened: {error.strerror}") from None

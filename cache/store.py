@@ -93,6 +93,7 @@ class StoreDirectory:
         self.copies = path / "copies"
         self.reserve = path / "reserve"
         self.boot = path / "boot"
+        self.uses = path / "uses"
         self.run = path / "run"
         self.mount_db = path / "mount.db"
         self.agent_db = path / "agent.db"

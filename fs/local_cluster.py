@@ -23,7 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs.cache.store import write_durably
+from ckptfs.cache.errors import StoreError
+from ckptfs.cache.set_back_mark import SetBackMark
+from ckptfs.cache.store import StoreDirectory, write_durably
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.config import load_config, parse_config
@@ -346,6 +348,9 @@ class LocalCluster:
             raise NotReached(f"{inside[0]} is still mounted; nothing was removed")
         for node in nodes:
             set_takes_files(node.mountpoint, True)
+            with contextlib.suppress(StoreError):
+                store = StoreDirectory.open(node.store)
+                SetBackMark(store.store_id, store.uses).clear()
             shutil.rmtree(node.directory)
         for path in self.directory.glob("catalog.db*"):
             path.unlink()

@@ -29,6 +29,7 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.cache.store_registry import stores as list_stores
@@ -107,8 +108,9 @@ class MountProcess:
         self._config = config
         self._store = StoreDirectory.create_or_open(config.store, config.node_id)
         self._device = device
+        self._set_back_mark = SetBackMark(self._store.store_id, self._store.uses)
         try:
-            self._database = MountDatabase(self._store.mount_db)
+            self._database = MountDatabase(self._store.mount_db, was_set_back=self._set_back_mark.was_set_back())
         except DamagedData as damage:  # with the handles that programs hold: this connection can't be served any more
             end_for_good(self._store.run, "mount", str(damage))
         self._replica: ReplicatedCatalog | None = None
@@ -167,7 +169,7 @@ class MountProcess:
         may_pass, self._lane_reason = _may_pass_through(config)
         backing = BackingFiles(self._device) if may_pass else None
         remote = RemoteContent(self._agent)
-        open_files = OpenFiles(self._database, segments, backing, self._backing_refused)
+        open_files = OpenFiles(self._database, segments, backing, self._backing_refused, self._set_back_mark.count)
         reclaimer = Reclaimer(self._kv, segments, RemoteReaders(self._kv, self._live_stores))
         holds = SegmentHolds(self._kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
@@ -277,6 +279,8 @@ class MountProcess:
             content.reopen,
             store.boot,
             self._refusal_mark,
+            self._set_back_mark,
+            new_connection=self._new_connection,
         )
         await recovery.run()
         await growing.begin()
@@ -378,8 +382,10 @@ class MountProcess:
         await self._kv.make_durable()
 
     async def _checkpoint_now_and_then(self) -> None:
-        noted_revision = 0
+        noted_revision = requests = 0
         while True:
+            if requests != (requests := self._session.statistics().requests) or self._open_files.file_count():
+                self._set_back_mark.count()  # of a file that stays open, and of what was sealed
             self._database.settle_debts()
             noted_revision = await self._note_revision(noted_revision)
             await trio.to_thread.run_sync(self._keep_database)

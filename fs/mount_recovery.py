@@ -7,7 +7,7 @@ in the catalog changed after `mount.db` was last known to agree with it. Only wi
 
 Which boot the store was last used in stands in `mount.db`, and in a file of its own for when that is lost. Only where both are
 gone does the clock decide: it may have been set since, forwards or back. A file system that refused writes and was unmounted then
-is as good as a power cut (`refusal_mark`).
+is as good as a power cut (`refusal_mark`), and so is a store that was set back (`set_back_mark`).
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from ckptfs.cache.mount_db import AGREED_FACT, BOOT_FACT, MADE_FACT, FileRow, Fi
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
@@ -51,8 +52,11 @@ class MountRecovery:
         reopen: Callable[[InodeNumber, RemoteRow | None], Awaitable[FileInUse]],
         boot: Path,
         refusal: RefusalMark,
+        set_back: SetBackMark,
+        *,
+        new_connection: bool,
     ) -> None:
-        """`boot` is the store's file of that name."""
+        """`boot` is the store's file of that name. On a new connection no request comes again."""
         self._database = database
         self._store = store
         self._namespace = namespace
@@ -65,6 +69,8 @@ class MountRecovery:
         self._reopen = reopen
         self._boot = boot
         self._refusal = refusal
+        self._set_back = set_back
+        self._new_connection = new_connection
         self._corrections: list[Callable[[], None]] = []
         """Of rows: to be made when the catalog is durable."""
 
@@ -73,7 +79,9 @@ class MountRecovery:
         this_boot = boot_id()
         noted_boot_id = self._database.fact(BOOT_FACT)
         known_boot_id = noted_boot_id or self._boot_of_file()
-        power_was_cut = known_boot_id not in (None, this_boot) or bool(self._refusal.was_unmounted())
+        # A store that programs have files open on can't have been set back.
+        was_set_back = self._new_connection and self._set_back.was_set_back()
+        power_was_cut = known_boot_id not in (None, this_boot) or bool(self._refusal.was_unmounted()) or was_set_back
         booted_at = booted_at_seconds() if known_boot_id is None else 0.0
         if noted_boot_id is None:
             self._be_younger_than_all_segments()
@@ -82,14 +90,17 @@ class MountRecovery:
         restored = dropped = 0
         revision = await self._namespace.kv.revision()
         changed = None if noted_boot_id is None else await self._changed_inodes(revision)
-        if power_was_cut or noted_boot_id is None:
-            await self._add_unknown(changed)
+        unknown: set[InodeNumber] = set()
+        if power_was_cut or noted_boot_id is None or self._new_connection:
+            unknown = await self._add_unknown(changed)
         for row in self._rows_in_doubt(changed):
             if row.backing_id is not None and row.backing_id < 0:
                 self._open_files.give_back(-row.backing_id)
                 row = row._replace(backing_id=None)
-            # Where nothing says which boot it was, the segment's name says when it was made.
-            older = power_was_cut or segment_made_at(row.segment) < booted_at
+            # Where nothing says which boot it was, the segment's name says when it was made. What a database of this boot has no
+            # row of was given to no program, or was set back: if it was never synced, nobody relies on it.
+            of_nobody = noted_boot_id is not None and row.ino in unknown
+            older = power_was_cut or of_nobody or segment_made_at(row.segment) < booted_at
             if await self._restore(row, in_use=row.ino in in_use, power_was_cut=older):
                 restored += 1
             else:
@@ -112,6 +123,7 @@ class MountRecovery:
         self._database.set_fact(BOOT_FACT, this_boot)
         self._database.set_fact(AGREED_FACT, b"%d" % revision)
         self._note_boot(this_boot)
+        self._set_back.begin()
         if self._refusal.was_unmounted():
             self._refusal.clear()
         if restored or dropped or handles:
@@ -150,8 +162,8 @@ class MountRecovery:
             row = row._replace(state=FileState.OPEN, orphan=b"")
             self._database.put_file(row)
         version = await self._versions.version(row.vid)
-        if version is None and not row.orphan:
-            row, version = await self._carried_on(row)
+        if not row.orphan and (version is None or version.segment != row.segment):
+            row, version = await self._carried_on(row, version)
         nameless = version is None or not is_named
         if version is not None and version.state is VersionState.OPEN and power_was_cut and not version.durable:
             await self._versions.drop_open(row.ino, row.vid)
@@ -214,11 +226,13 @@ class MountRecovery:
         looked_up = (self._database.file(ino) for ino in changed - {row.ino for row in rows})
         return rows + [row for row in looked_up if row is not None]
 
-    async def _add_unknown(self, changed: set[InodeNumber] | None) -> None:
-        """Rows for files of this store that the database does not have: it is new, or a power cut took its newest rows.
+    async def _add_unknown(self, changed: set[InodeNumber] | None) -> set[InodeNumber]:
+        """Rows for files of this store that the database does not have: it is new, a power cut took its newest rows, or a process
+        was killed before it wrote them. Returns the inodes.
 
         An inode has one row: that of what is being written, which a power cut may take, and not of what it falls back to.
         """
+        unknown: set[InodeNumber] = set()
         if changed is None:
             changed = {version.ino for _, version in await self._versions.local_versions(self._store)}
         for ino in changed:
@@ -229,21 +243,24 @@ class MountRecovery:
                     if vid is None or version is None or version.home != self._store or version.state not in _STATES:
                         continue
                     known = self._database.file(ino)
-                    if known is None or known.vid != vid:
+                    if known is None or (known.vid != vid and known.segment != version.segment):  # else: `_carried_on`
                         state, now = _STATES[version.state], self._namespace.now_ns()
                         self._database.put_file(FileRow(ino, vid, version.segment, state, version.size, now, None, b""))
+                        unknown.add(ino)
                     break
+        return unknown
 
-    async def _carried_on(self, row: FileRow) -> tuple[FileRow, Version | None]:
-        """A file that was opened again, in the same segment, by a process that was killed before it could write that down."""
+    async def _carried_on(self, row: FileRow, known: Version | None) -> tuple[FileRow, Version | None]:
+        """A file that was opened again, in the same segment, by a process that was killed before it could write that down; else
+        what is known of the row."""
         try:
             inode = await self._namespace.inode(row.ino)
-        except NoSuchName:
-            return row, None
+        except (NoSuchName, DamagedData):
+            return row, known
         vid = inode.open
         version = None if vid is None else await self._versions.version(vid)
         if vid is None or version is None or version.segment != row.segment:
-            return row, None
+            return row, known
         with contextlib.suppress(FileNotFoundError):  # nobody was given a handle to write with: these still are its times
             os.utime(self._segments.path_of(row.segment), ns=(inode.atime_ns, inode.mtime_ns))
         row = row._replace(vid=vid, state=FileState.OPEN)

@@ -111,12 +111,15 @@ class OpenFiles:
         segments: Segments,
         backing: BackingFiles | None,
         on_refused: Callable[[OSError], None] = lambda error: None,
+        on_use: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_refused` is called once, when the kernel takes no backing file of this store; then all is served."""
+        """`on_refused` is called once, when the kernel takes no backing file of this store; then all is served. `on_use` is
+        called for each handle for writing, when it is opened and when it is closed."""
         self._database = database
         self._segments = segments
         self._backing = backing
         self._on_refused = on_refused
+        self._on_use = on_use
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
         self._locks: dict[InodeNumber, trio.Lock] = {}
@@ -292,6 +295,8 @@ class OpenFiles:
         self._handles[handle.fh] = handle
         file.handles += 1
         file.writers += writable
+        if writable:
+            self._on_use()
         return handle
 
     def opened_before(self, unique: int) -> Handle | None:
@@ -320,6 +325,8 @@ class OpenFiles:
         del self._handles[handle.fh]
         file.handles -= 1
         file.writers -= handle.writable
+        if handle.writable:
+            self._on_use()
         if handle.writable and file.writers == 0 and file.write_descriptor is not None:
             os.close(file.write_descriptor)
             file.write_descriptor = None

@@ -9,6 +9,7 @@ from contextlib import closing
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.sqlite_files import set_aside
 from ckptfs.cache.store import StoreDirectory, sync_directory
 from ckptfs.fs.config import ConfigurationError, NodeConfig
@@ -57,7 +58,8 @@ def check_store(store: StoreDirectory) -> int:
     small_copies.check_format(store.small_copies_db)
     Segments(store.segments).check_usable()
     try:
-        with closing(MountDatabase(store.mount_db)) as database:
+        set_back = SetBackMark(store.store_id, store.uses).was_set_back()
+        with closing(MountDatabase(store.mount_db, was_set_back=set_back)) as database:
             return int(database.fact(CATALOG_FACT) or 0)
     except DamagedData as damage:
         log.error("mount_db_set_aside as=%s: %s", set_aside(store.mount_db), damage)

@@ -22,6 +22,7 @@ from hypothesis import settings
 
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.refusal_mark import RefusalMark
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
@@ -119,6 +120,7 @@ def remove_scratch(directory: Path) -> None:
         with contextlib.suppress(StoreError):
             store = StoreDirectory.open(label.parent)
             RefusalMark(store.store_id, store.path).clear()
+            SetBackMark(store.store_id, store.uses).clear()
     mounted_drives = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
     for drive in reversed(mounted_drives):
         if drive.is_relative_to(directory):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import trio
 
+from ckptfs.cache import refusal_mark
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
@@ -26,6 +27,7 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.versions import Versions
 from ckptfs.fs import fuse_format as fuse
@@ -130,6 +132,7 @@ class BareNode:
     uniques: Iterator[int]
     told: list[str]
     catalog: Path
+    set_back: SetBackMark
     alive: bool = True
 
     async def ask(
@@ -269,6 +272,7 @@ class BareNode:
                     if descriptor is not None:
                         os.close(descriptor)
             self.database.close()
+            self.set_back.close()
 
 
 StartNode = Callable[..., Awaitable[BareNode]]
@@ -282,17 +286,20 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
     now_ns = Clock()
     uniques = itertools.count(2, 2)
 
-    async def start(name: str = "a", *, incarnation: int = 1) -> BareNode:
+    async def start(name: str = "a", *, incarnation: int = 1, new_connection: bool = False) -> BareNode:
         store = StoreDirectory.create_or_open(tmp_path / name, NodeId(name))
+        set_back = SetBackMark(store.store_id, store.uses)
         kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label=name)
         repeats = Repeats(kv, NodeId(name), incarnation)
         namespace = Namespace(kv, store.store_id, incarnation, now_ns, changes=repeats.changes)
         settings = await namespace.format_if_empty(Settings(FORMAT_VERSION, bytes(16), 4, 2, CELL))
         versions = Versions(kv, store.store_id, incarnation, now_ns)
         segments = Segments(store.segments)
-        database = MountDatabase(store.mount_db)
+        database = MountDatabase(store.mount_db, was_set_back=set_back.was_set_back())
+        if new_connection:
+            database.forget_handles()
         await repeats.load(database.files())
-        open_files = OpenFiles(database, segments, None)
+        open_files = OpenFiles(database, segments, None, on_use=set_back.count)
         client = LocalClient(store.agent_socket)
         clients.append(client)
         remote = RemoteContent(client, wait_seconds=0)
@@ -353,6 +360,8 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             content.reopen,
             store.boot,
             RefusalMark(store.store_id, store.path),
+            set_back,
+            new_connection=new_connection,
         )
         await recovery.run()
         await growing.begin()
@@ -377,6 +386,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 uniques,
                 told,
                 tmp_path / "catalog.db",
+                set_back,
             )
         )
         return nodes[-1]
@@ -392,8 +402,9 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
 
 
 @pytest.fixture
-async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
+async def start_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartNode]:
     """`await start_node("a")`: a node of that name; again with the name of a killed one, the next life of it."""
+    monkeypatch.setattr(refusal_mark, "RUN", tmp_path / "run")
     async with bare_nodes(tmp_path) as start:
         yield start
 

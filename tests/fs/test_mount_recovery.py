@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -596,9 +595,8 @@ async def test_where_nothing_says_which_boot_it_was_the_clock_does(
 
 
 async def test_a_file_system_that_refused_writes_and_was_unmounted_is_as_good_as_a_power_cut(
-    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusal_mark, "RUN", tmp_path / "run")
     node = await start_node()
     ino, fh = await node.create(b"file")
     await node.write(fh, b"not synced")

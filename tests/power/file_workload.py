@@ -18,12 +18,13 @@ from typing import Any
 import trio
 
 import canaries
-from ckptfs.cache import boot
+from ckptfs.cache import boot, refusal_mark
 from ckptfs.cache.catalog_connection import connect
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_maintenance import checkpoint
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
+from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.fs import fuse_format as fuse
@@ -65,7 +66,7 @@ async def start_like_the_supervisor(directory: Path, node: str = "a") -> None:
     kv = SqliteCatalog.open(config.catalog_path, writer_label=f"{node}/supervisor", session=label)
     await Supervisor(config)._join(kv, store, incarnation)
     await kv.aclose()
-    with closing(MountDatabase(store.mount_db)) as database:
+    with closing(MountDatabase(store.mount_db, was_set_back=SetBackMark(store.store_id, store.uses).was_set_back())) as database:
         database.forget_handles()
 
 
@@ -101,7 +102,7 @@ class Workload:
 
     async def _begin(self) -> None:
         await start_like_the_supervisor(self._directory)
-        self._node = await self._start()
+        self._node = await self._start(new_connection=True)
         self._sweep = sweep_of(self._node)
         await self._note_revision()
 
@@ -271,6 +272,7 @@ class Workload:
         self._node.kill()
         await self._node.kv.aclose()
         self._boots += 1
+        self._node.set_back.clear()
         self._boot_id.write_text(f"boot {self._boots}\n")
         await self._begin()
 
@@ -285,6 +287,7 @@ def main() -> None:
     ignore_broken_leases()
     if len(sys.argv) > 3:
         canaries.BROKEN[sys.argv[3]]()
+    refusal_mark.RUN = directory.parent / "run"
     boot_id = directory.parent / "boot_id"
     boot_id.write_text("boot 0\n")
     boot.BOOT_ID = boot_id

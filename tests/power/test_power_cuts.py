@@ -21,8 +21,9 @@ import trio
 import canaries
 import file_workload
 import shard_workload
-from ckptfs.cache import boot, mount_db
+from ckptfs.cache import boot, mount_db, refusal_mark
 from ckptfs.cache.catalog_check import catalog_problems
+from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs import mount_recovery
 from ckptfs.fs.process_start import ignore_broken_leases
 from ckptfs.replication import small_copies
@@ -49,6 +50,7 @@ def another_boot(place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     """Everything was written before this machine was started."""
     caplog.set_level(logging.CRITICAL, "ckptfs")
     ignore_broken_leases()
+    monkeypatch.setattr(refusal_mark, "RUN", place / "run")
     boot_id = place / "boot_id"
     boot_id.write_text("another\n")
     monkeypatch.setattr(boot, "BOOT_ID", boot_id)
@@ -112,7 +114,7 @@ async def _recover(left: Path, *, is_new: bool) -> tuple[dict[str, bytes], list[
     await file_workload.start_like_the_supervisor(left)
     problems = []
     async with _nodes.bare_nodes(left) as start:
-        node = await start()
+        node = await start(new_connection=True)
         found = await _contents(node)
         problems += await catalog_problems(node.kv)
         await node.settle()
@@ -158,6 +160,26 @@ def check_files(left: Path, number: int, marks: list[tuple[bool, dict[str, Any]]
 def test_files(record: Callable[..., Path], seed: int) -> None:
     """Names and contents of a node that programs save into, through kills, reboots, checkpoints and sweeps."""
     assert not list(problems_of(record("file_workload.py", seed), seed, check_files))
+
+
+def check_files_in_the_same_boot(left: Path, number: int, marks: list[tuple[bool, dict[str, Any]]]) -> list[str]:
+    """A copy of the store is put in its place, after this boot has gone on with it for a while."""
+    boots = sum(not is_begun and mark["do"] == "reboot" for is_begun, mark in marks)
+    boot.BOOT_ID.write_text(f"boot {boots}\n")
+    refusal_mark.RUN.mkdir(exist_ok=True)
+    for label in left.glob("a/store.json"):
+        uses = refusal_mark.RUN / f"{StoreDirectory.open(label.parent).store_id.hex()}.uses"
+        uses.write_bytes((1 << 60).to_bytes(8, "little"))
+    return check_files(left, number, marks)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_files_of_a_store_that_was_set_back_in_the_same_boot(
+    record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    for module in (mount_db, mount_recovery, small_copies):
+        monkeypatch.setattr(module, "booted_at_seconds", lambda: 0.0)
+    assert not list(problems_of(record("file_workload.py", seed), seed, check_files_in_the_same_boot))
 
 
 @pytest.mark.parametrize("canary", canaries.FILES, ids=lambda canary: canary.__name__)
