@@ -95,7 +95,9 @@ def down(
     if as_json:
         print_json({"directory": str(cluster.directory), "removed": remove})
     else:
-        console().print(f"the cluster in {cluster.directory} is down{'; its data is removed' if remove else ''}", soft_wrap=True)
+        kept = f"; `ckptfs cluster down --remove {cluster.directory}` removes it (rm can't: bare mountpoints take no changes)"
+        text = f"the cluster in {cluster.directory} is down{'; its data is removed' if remove else kept}"
+        console().print(text, soft_wrap=True)
 
 
 def _report(cluster: LocalCluster, sentence: str, as_json: bool) -> None:

@@ -15,6 +15,8 @@ class NodeProcesses:
 
     def __init__(self, store: Path) -> None:
         self._run = store / "run"
+        self._ending: set[int] = set()
+        """They may have files open longer than their pid file is there."""
 
     def pids(self) -> dict[str, int | None]:
         """The pid of each role, None where that process is not there."""
@@ -35,8 +37,8 @@ class NodeProcesses:
     def kill(self, *, wait_seconds: float = 10.0) -> list[int]:
         """SIGKILL all of them, the supervisor first so that it restarts none. Returns those that are still there at the end."""
         deadline = time.monotonic() + wait_seconds
-        while living := self.living():
-            for pid in living:
+        while living := self._still_there():
+            for pid in self.living():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -46,6 +48,7 @@ class NodeProcesses:
 
     def ask_supervisor_to_end(self) -> bool:
         """SIGTERM to the supervisor, which ends the other two. False if there is none."""
+        self._ending.update(self.living())
         pid = self._pid("supervisor")
         if pid is None:
             return False
@@ -54,19 +57,26 @@ class NodeProcesses:
         return True
 
     def wait_ended(self, deadline: float) -> bool:
-        """Wait until none is left or `time.monotonic()` passed `deadline`; says which."""
-        while self.living():
+        """Wait until none is left, nor a file that one had open, or `time.monotonic()` passed `deadline`; says which."""
+        while self._still_there():
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_SECONDS)
         return True
 
+    def _still_there(self) -> list[int]:
+        self._ending.update(self.living())
+        self._ending = set(filter(has_files_open, self._ending))
+        return sorted(self._ending)
+
     def _pid(self, role: str) -> int | None:
         try:
-            pid = int((self._run / f"{role}.pid").read_text().split()[0])
-        except (OSError, ValueError, IndexError):
+            number, *started = (self._run / f"{role}.pid").read_text().split()[:2]
+            pid = int(number)
+        except (OSError, ValueError):
             return None
-        return pid if is_ckptfs(pid) else None
+        # The number of one that was killed may be that of another node's process by now.
+        return pid if is_ckptfs(pid) and started in ([], [started_at(pid)]) else None
 
 
 def is_ckptfs(pid: int) -> bool:
@@ -77,3 +87,20 @@ def is_ckptfs(pid: int) -> bool:
     except OSError:
         return False
     return b"ckptfs" in command and state not in ("Z", "X")
+
+
+def started_at(pid: int) -> str:
+    """When the process was started, in clock ticks since the machine was; "" if it is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def has_files_open(pid: int) -> bool:
+    """Whether the process may have: its other threads outlive the first one, and its descriptors its memory."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        return state not in ("Z", "X") or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ckptfs.cache.errors import CacheError
 from ckptfs.fs.config import ConfigurationError
+from ckptfs.fs.node_processes import started_at
 from ckptfs.replication.errors import ReplicationError
 
 PR_SET_PDEATHSIG = 1
@@ -131,15 +132,15 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def write_pid_file(run: Path, role: str) -> None:
-    """`<run>/<role>.pid`: this process's pid, replaced atomically."""
+    """`<run>/<role>.pid`: this process's pid, and when it was started; replaced atomically."""
     temporary = run / f"{role}.pid.new"
-    temporary.write_text(f"{os.getpid()}\n")
+    temporary.write_text(f"{os.getpid()} {started_at(os.getpid())}\n")
     temporary.rename(run / f"{role}.pid")
 
 
 def remove_pid_file(run: Path, role: str) -> None:
     """Remove the file if it names this process."""
     path = run / f"{role}.pid"
-    with contextlib.suppress(OSError, ValueError):
-        if int(path.read_text()) == os.getpid():
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        if int(path.read_text().split()[0]) == os.getpid():
             path.unlink()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.fs.local_cluster import ClusterNode
+from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.mount_table import mounts_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
@@ -99,3 +99,19 @@ def test_by_force_it_ends_all_the_same(node: ClusterNode) -> None:
     log = (node.log / "supervisor.log").read_text()
     assert f"mount_in_use mountpoint={node.mountpoint} by " in log
     assert f"({os.getpid()}: {node.mountpoint}/held)" in log
+
+
+def test_the_drive_below_can_be_unmounted_when_the_cluster_is_down(make_drive: Any, scratch: Path) -> None:
+    drive = make_drive(256, at=scratch / "drive")
+    cluster = LocalCluster(drive / "cluster")
+    for number in range(3):
+        cluster.up(2, ClusterSettings(data_shards=1, parity_shards=1, settle_seconds=0.05))
+        for node in cluster.nodes:
+            (node.mountpoint / f"{node.id}-{number}").write_bytes(bytes(4 << 20))
+        if number == 1:
+            for node in cluster.nodes:
+                node.kill()
+        else:
+            cluster.down(remove=False)
+        subprocess.run(["umount", drive], check=True)
+        subprocess.run(["mount", "-o", "loop", scratch / "0.img", drive], check=True)
