@@ -124,6 +124,15 @@ def be_killed_for_memory(preference: int) -> None:
         adjustment.write_text(str(min(1000, int(adjustment.read_text()) + preference)))
 
 
+def kills_for_memory() -> int:
+    """How many processes this machine's kernel has killed for want of memory, in whichever cgroup; 0 where it doesn't say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Be killed when the process that started this one ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -37,7 +37,14 @@ from ckptfs.fs.fuse_device import MountError
 from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
-from ckptfs.fs.process_start import FOR_GOOD_STATUS, is_ready, raise_descriptor_limit, remove_pid_file, start_log
+from ckptfs.fs.process_start import (
+    FOR_GOOD_STATUS,
+    is_ready,
+    kills_for_memory,
+    raise_descriptor_limit,
+    remove_pid_file,
+    start_log,
+)
 from ckptfs.fs.run_cover import cover_if_refused, uncover
 from ckptfs.fs.space import make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
@@ -195,6 +202,7 @@ class Supervisor:
                     other.kill()  # its socket lies under the cover; the next one makes it anew
                 self._children[role] = self._start(role)
             child = self._children[role]
+            kills_before = kills_for_memory()
             status = await child.reaped()
             if self._stopping:
                 return
@@ -213,6 +221,12 @@ class Supervisor:
                 scope.cancel()
                 return
             log.error("process_ended role=%s status=%d: restarted", role, status)
+            if status == -signal.SIGKILL and kills_for_memory() > kills_before:
+                log.error(
+                    "killed_for_memory role=%s: the kernel ended it: this machine, or the node's cgroup, is short of memory;"
+                    " nothing is lost, programs waited: give it more, or take work away",
+                    role,
+                )
             # One that was killed from outside says nothing about the next, and programs wait for that.
             died_by_itself = trio.current_time() - started <= STABLE_SECONDS and status != -signal.SIGKILL
             delay_seconds = min(2 * delay_seconds, RESTART_SECONDS_MAX) if died_by_itself else RESTART_SECONDS_MIN

@@ -83,20 +83,6 @@ def test_a_mount_short_of_descriptors_refuses_opens_and_nothing_else(start_clust
     assert node.processes.pids() == processes
 
 
-def made_memory_group(size_bytes: int) -> Path | None:
-    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(base, f"ckptfs-test-{os.getpid()}")
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            try:
-                (group / limit).write_text(str(size_bytes))
-            except OSError:
-                group.rmdir()
-                raise
-            return group
-    return None
-
-
 @pytest.fixture
 def failing_drive(scratch: Path) -> tuple[Path, Path]:
     """A drive on which nothing can be written where nothing was, once the file that is given with it is made: it takes the room

@@ -1,0 +1,149 @@
+"""A clock that is set, forwards or back, while nodes run: nothing is lost, refused or put off, and nothing goes early."""
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfs.fs.cli_flush import wait_until
+from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.local_socket import call
+
+pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
+
+CONTENT = random.Random(1).randbytes(4 << 20)
+YEAR_SECONDS = 366 * 24 * 3600
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+/* The wall clock, by as many seconds wrong as the file says that the environment names. */
+static volatile const long *shift;
+
+__attribute__((constructor)) static void begin(void)
+{
+    int file = open(getenv("CKPTFS_TEST_CLOCK"), O_RDONLY | O_CLOEXEC);
+    void *found = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
+    if (found == MAP_FAILED)
+        abort();
+    shift = found;
+    close(file);
+}
+
+int clock_gettime(clockid_t id, struct timespec *now)
+{
+    int failed = (int)syscall(SYS_clock_gettime, id, now);
+    if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) && shift)
+        now->tv_sec += *shift;
+    return failed;
+}
+
+int gettimeofday(struct timeval *now, void *zone)
+{
+    struct timespec exact;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *now)
+{
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (now)
+        *now = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: did not come about in time"
+        time.sleep(0.02)
+
+
+def protect(*paths: Path) -> None:
+    behind, _, _ = wait_until(list(paths), "protected", 60.0, shown=False)
+    assert not behind
+
+
+SetClock = Callable[[int], None]
+
+
+@pytest.fixture
+def set_clock(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SetClock]:
+    """`set_clock(seconds)`: the wall clock of what is started from here on is so far ahead; the kernel's own goes on."""
+    library, clock = scratch / "clock.so", scratch / "clock"
+    (scratch / "clock.c").write_text(CLOCK)
+    flags = ["-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    subprocess.run(["cc", *flags, "-o", library, scratch / "clock.c"], check=True)
+    with open(clock, "w+b", buffering=0) as file:
+
+        def set_clock(seconds: int) -> None:
+            os.pwrite(file.fileno(), seconds.to_bytes(8, "little", signed=True), 0)
+
+        set_clock(0)
+        monkeypatch.setenv("CKPTFS_TEST_CLOCK", str(clock))
+        monkeypatch.setenv("LD_PRELOAD", str(library))
+        yield set_clock
+
+
+def year_of() -> int:
+    return int(subprocess.run(["date", "+%Y"], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("years", [20, -20])
+def test_a_clock_that_is_set_loses_and_delays_nothing(start_cluster: Any, set_clock: SetClock, years: int) -> None:
+    cluster: LocalCluster = start_cluster(3, data_shards=2, parity_shards=1, settle_seconds=0.1)
+    node, other = cluster.nodes[:2]
+    home = node.mountpoint
+    (home / "before").write_bytes(CONTENT)
+    with open(home / "open", "wb", buffering=0) as file:
+        file.write(CONTENT)
+        os.fsync(file.fileno())
+        this_year = year_of()
+        set_clock(years * YEAR_SECONDS)
+        assert abs(year_of() - this_year - years) <= 1, "the clock of what is started is set"
+        file.write(CONTENT)
+        (home / "unsynced").write_bytes(CONTENT)
+        killed = node.processes.pids()["mount"]
+        os.kill(killed or 0, 9)
+        file.write(CONTENT)
+        (home / "directory").mkdir()
+        assert node.processes.pids()["mount"] != killed
+        (home / "unsynced").rename(home / "directory" / "moved")
+    protect(home)
+    status = call(node.store / "run" / "mount.sock", {"do": "status"})
+    assert status["problems"] == []
+    assert status["oldest_unprotected_seconds"] is None
+    cluster.kill(0)
+    assert (other.mountpoint / "open").read_bytes() == CONTENT * 3
+    cluster.revive(0)
+    set_clock(0)  # and back
+    (home / "directory" / "after").write_bytes(CONTENT)
+    protect(home)
+    for name in ("before", "directory/moved", "directory/after"):
+        assert (home / name).read_bytes() == CONTENT
+        assert (other.mountpoint / name).read_bytes() == CONTENT
+        (home / name).unlink()
+    assert (home / "open").read_bytes() == CONTENT * 3
+    segments = node.store / "segments"
+    wait_for(lambda: sum(path.is_file() for path in segments.rglob("*")) == 1, "the segments of what was deleted go")
+    shards = list((node.store / "shards").rglob("*"))
+    assert any(path.is_file() for path in shards), "what was deleted just now is kept for a while"
