@@ -22,6 +22,9 @@ FOR_GOOD_STATUS = 3
 """A child's exit status where its next life could do no better: the supervisor ends the node, with the reason it left."""
 LOG_SIZE_BYTES_MAX = 16 << 20
 LOG_FILES_KEPT = 3
+MEMORY_KILLS = Path("/proc/self/oom_score_adj")
+BEGAN_VARIABLE = "CKPTFS_OOM_SCORE_ADJ"
+"""What the supervisor had there when it was started; other releases of it, too."""
 DESCRIPTORS_WANTED = 1 << 17
 """A tenth of what Linux allows one process by default (fs.nr_open)."""
 DESCRIPTORS_FEW = 12_000
@@ -116,12 +119,20 @@ def ignore_broken_leases() -> None:
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
+def be_spared_for_memory() -> None:
+    """Have the kernel choose any other process before this one, the supervisor, where memory is short and root may say so: it
+    starts the others again, but the mount ends with it. Those begin from where this one began."""
+    with contextlib.suppress(OSError, ValueError):
+        began = int(os.environ.setdefault(BEGAN_VARIABLE, MEMORY_KILLS.read_text().strip()))
+        MEMORY_KILLS.write_text(str(max(-999, began - 500)))
+
+
 def be_killed_for_memory(preference: int) -> None:
     """Have the kernel choose this process rather than the supervisor where memory is short, and the one with the greater
-    preference first (in thousandths of the memory there is): the supervisor starts either again, but the mount ends with it."""
-    adjustment = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError):
-        adjustment.write_text(str(min(1000, int(adjustment.read_text()) + preference)))
+    preference first (in thousandths of the memory there is)."""
+    with contextlib.suppress(OSError, ValueError):
+        began = int(os.environ.get(BEGAN_VARIABLE) or MEMORY_KILLS.read_text())
+        MEMORY_KILLS.write_text(str(min(1000, began + preference)))
 
 
 def kills_for_memory() -> int:

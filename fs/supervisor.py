@@ -39,6 +39,7 @@ from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.process_start import (
     FOR_GOOD_STATUS,
+    be_spared_for_memory,
     is_ready,
     kills_for_memory,
     raise_descriptor_limit,
@@ -316,6 +317,7 @@ async def _end(role: str, child: Child) -> None:
 def run(config: NodeConfig) -> None:
     """Run the node until SIGTERM or until it is unmounted."""
     raise_descriptor_limit()
+    be_spared_for_memory()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means an upgrade
     os.chdir("/")
     trio.run(Supervisor(config).run)
