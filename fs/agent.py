@@ -24,6 +24,7 @@ from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import register_store, stores
 from ckptfs.cache.versions import Versions
+from ckptfs.fs.drain import Drain, NotClosed
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.code_raiser import CodeRaiser
@@ -41,10 +42,12 @@ from ckptfs.replication.pace import Pace
 from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.read_repair import ReadRepair
 from ckptfs.replication.rebuild import Rebuilder, is_lowest_live
 from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
+from ckptfs.replication.scrub import Scrub
 from ckptfs.replication.shard_moves import ShardMover
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.shard_sweep import ShardSweep
@@ -82,8 +85,15 @@ class AgentSettings:
     sweep_seconds: float = 120.0
     collect_seconds: float = 60.0
     grace_seconds: float = 600.0
-    rebuild_look_seconds: float = 5.0
+    rebuild_look_seconds: float = 2.0
     repair_bytes_per_second_max: float = 256 << 20
+    scrub_seconds: float = 7 * 86400.0
+    repairs_reads: bool = True
+
+
+async def nothing_open() -> NotClosed | None:
+    """For agents without a mount."""
+    return None
 
 
 class Agent:
@@ -104,8 +114,10 @@ class Agent:
         settings: AgentSettings | None = None,
         *,
         settle: Callable[[], Awaitable[None]] | None = None,
+        not_closed: Callable[[], Awaitable[NotClosed | None]] = nothing_open,
     ) -> None:
-        """`settle` has the mount seal what is closed, without waiting whether it is opened again."""
+        """`settle` has the mount seal what is closed, without waiting whether it is opened again; `not_closed` asks it what isn't
+        sealed yet."""
         settings = settings or AgentSettings()
         self.store = store
         self.codec = codec
@@ -150,7 +162,14 @@ class Agent:
             on_protected,
             on_smaller=lambda: self.raiser.look_again(),
         )
-        self.reader = StripeReader(self.members, self.holders, codec)
+        self.drain = Drain(kv, self.replicator, local_versions, settle or _no_mount, not_closed, self._has_peers)
+        self.read_repair = ReadRepair(self._repair_read)
+        # Who reads for a program has what is wrong repaired; who verifies says what is wrong, and leaves it.
+        self.reader = StripeReader(
+            self.members, self.holders, codec, on_wrong=self.read_repair.found if settings.repairs_reads else lambda vid: None
+        )
+        reader = StripeReader(self.members, self.holders, codec)
+        reader.counters = self.reader.counters
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
         kept = KeptContent(store.store_id, self.versions, self.holders, self.restorer, switch_segment)
@@ -175,7 +194,7 @@ class Agent:
             kv, self.members, now_ns, grace_seconds=settings.grace_seconds, pause_seconds=settings.collect_seconds
         )
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
-        self.verifier = Verifier(self.reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
+        self.verifier = Verifier(reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
         self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
         pace = Pace(settings.repair_bytes_per_second_max)
@@ -185,13 +204,26 @@ class Agent:
             Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_stripe, pace=pace.spend)
             for _ in range(REBUILT_AT_ONCE)
         ]
-        mover = ShardMover(kv, self.versions, self.members, self.reader, self.holders, movers, pace.spend)
+        mover = ShardMover(kv, self.versions, self.members, reader, self.holders, movers, pace.spend)
         self.rebuilder = Rebuilder(
             kv,
             self.members,
             mover,
             lambda: is_lowest_live(self.members),
             look_seconds=settings.rebuild_look_seconds,
+        )
+        scrubber = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
+        self.scrub = Scrub(
+            kv,
+            self.members,
+            self.shard_store,
+            self.small_copies,
+            index,
+            scrubber.rebuild,
+            self._threads,
+            now_ns,
+            period_seconds=settings.scrub_seconds,
+            bytes_per_second_max=settings.repair_bytes_per_second_max,
         )
         self.address = ""
 
@@ -211,6 +243,8 @@ class Agent:
             nursery.start_soon(self._settle_when_hurried)
             nursery.start_soon(self.raiser.run)
             nursery.start_soon(self.rebuilder.run)
+            nursery.start_soon(self.scrub.run)
+            nursery.start_soon(self.read_repair.run)
             nursery.start_soon(self._sweep_again_and_again)
             nursery.start_soon(self._collect_again_and_again)
             task_status.started(self.address)
@@ -238,6 +272,9 @@ class Agent:
                 if member.node in nodes and member.live and member.store != self.store.store_id:
                     nursery.start_soon(ask, member)
 
+    def _has_peers(self) -> bool:
+        return len({member.domain for member in self.members.known() if member.takes_shards}) > 1
+
     def _hurry_for_a_peer(self) -> None:
         self.replicator.wake(urgent=True)
         self._hurried.set()
@@ -247,6 +284,17 @@ class Agent:
             await self._hurried.wait()
             self._hurried = trio.Event()
             await self._settle()
+
+    async def _repair_read(self, vid: Vid) -> None:
+        """Repair a version of which a reader found a shard wrong; what is away is left to others."""
+        version = await self.versions.version(vid)
+        if version is None or version.state is not VersionState.PROTECTED:
+            return
+        report = await self.verifier.verify(version.ino, vid, version)
+        report.unreachable.clear()
+        if report.damaged or report.missing:
+            report = await self.repairer.repair(version.ino, vid, version, report)
+            log.warning("read_repair inode=%d repaired=%s: %s", version.ino, report.repaired, report.message)
 
     async def _serve(self, nursery: trio.Nursery) -> str:
         """Listen where this store listened last, if that is free: its record in the catalog then needs no change, which
@@ -339,6 +387,10 @@ class Agent:
     async def _is_wanted(self, vid: Vid) -> bool:
         version = await self.versions.version(vid)
         return version is not None and version.state is not VersionState.DEAD
+
+
+async def _no_mount() -> None:
+    return
 
 
 async def _started(nursery: trio.Nursery, serve: Callable[..., Awaitable[None]], address: str) -> object:

@@ -22,6 +22,7 @@ from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
+from ckptfs.fs.drain import NotClosed
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.peer_transport import transport_of
 from ckptfs.fs.process_start import (
@@ -64,6 +65,15 @@ class MountTeller:
                 return False
         return True
 
+    async def not_closed(self) -> NotClosed | None:
+        """What the mount has not sealed yet; None if it isn't heard."""
+        try:
+            answer = await self._mount.call({"do": "status"})
+        except NodeNotAnswering:
+            return None
+        settling = int(answer["settling_files"])
+        return NotClosed(settling, max(0, int(answer["written_files"]) - settling))
+
     async def settle(self) -> None:
         """Have it seal what is closed; whoever waits for that asks again if it isn't heard."""
         try:
@@ -102,6 +112,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         buffer_bytes_max=config.protection.buffer_bytes_max,
         reserve_fraction=config.space.reserve_fraction,
         repair_bytes_per_second_max=config.repair.bytes_per_second_max,
+        scrub_seconds=config.repair.scrub_days * 86400.0,
     )
     agent = Agent(
         store,
@@ -116,6 +127,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         time.time_ns,
         settings,
         settle=teller.settle,
+        not_closed=teller.not_closed,
     )
     try:
         async with trio.open_nursery() as nursery:

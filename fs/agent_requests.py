@@ -17,6 +17,10 @@ log has it).
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
                                        `paths` (bytes, one for each inode) are for messages, and go as hints with shards that are
                                        made again
+    drain {deadline, leave}            -> see `Drain.protect`. With `leave` the store takes no new shards from now on, and
+                                       those it has are made again on others
+    join_again                         the store takes shards again
+    held                               -> named: how many shards and copies the catalog still says are here
     prove {vid}                        -> right, message: whether every shard of a protected version is right, hashed now where it
                                        lies; what is not is made anew first
     findings {inos}                    -> findings: what verify found wrong with these files, asked by this node, and still is
@@ -33,18 +37,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+import msgspec
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
+from ckptfs.cache.catalog_format import Inode, StoreState, Version, VersionState, unpack
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
 from ckptfs.cache.inode_paths import paths_of
+from ckptfs.cache.store_registry import set_state
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, protection_problems, rebuild_problems
 from ckptfs.fs.verify_findings import VerifyFindings
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, CopyRefused
+from ckptfs.replication.scrub import ScrubStatistics, scrub_problems
 from ckptfs.replication.stripe_reader import ContentDamaged
 from ckptfs.replication.verify_report import FileReport
 
@@ -86,6 +93,9 @@ class AgentRequests:
             "attributes": self._attributes,
             "read": self._read,
             "verify": self._verify,
+            "drain": self._drain,
+            "join_again": self._join_again,
+            "held": self._held,
             "prove": self._prove,
             "findings": self._findings_of,
             "status": self._status,
@@ -328,6 +338,23 @@ class AgentRequests:
             report.add(f"only {agent.members.name_of(inode.writer.store)} has what is being written, and it is away")
         return report
 
+    async def _drain(self, request: Message) -> Message:
+        agent = self._agent
+        if request.get("leave"):
+            await set_state(agent.kv, agent.store.store_id, StoreState.DRAINING)
+            await agent.kv.make_durable()
+            await agent.members.refresh(everyone=True)
+        return await agent.drain.protect(float(request["deadline"]))
+
+    async def _join_again(self, request: Message) -> Message:
+        await set_state(self._agent.kv, self._agent.store.store_id, StoreState.IN)
+        await self._agent.kv.make_durable()
+        await self._agent.members.refresh()
+        return {}
+
+    async def _held(self, request: Message) -> Message:
+        return {"named": await self._agent.sweep.named_count()}
+
     async def _prove(self, request: Message) -> Message:
         agent, vid = self._agent, Vid(bytes(request["vid"]))
         version = await agent.versions.version(vid)
@@ -392,6 +419,7 @@ class AgentRequests:
             if not request.get("fresh"):
                 problems += await self._findings.problems()
                 problems += await self._rebuild_problems()
+                problems += scrub_problems(agent.scrub.statistics().state)
         if held.held is None:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"
@@ -421,6 +449,7 @@ class AgentRequests:
             },
             "raiser": asdict(agent.raiser.statistics),
             "rebuild": asdict(agent.rebuilder.statistics),
+            "scrub": _scrub(agent.scrub.statistics()),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),
             "server": asdict(agent.server.statistics()),
@@ -456,6 +485,13 @@ class AgentRequests:
         """How many of this node's files that wait for protection are known to be damaged."""
         versions = [await self._agent.versions.version(vid) for vid in self._agent.replicator.waiting_vids()]
         return sum(version is not None and version.damaged for version in versions)
+
+
+def _scrub(statistics: ScrubStatistics) -> Message:
+    """Its state, with `progress`, and seconds in place of moments."""
+    state = msgspec.structs.asdict(statistics.state)
+    state.pop("after")
+    return {**state, "progress": statistics.progress}
 
 
 def _place(place: CopyPlace) -> Message:

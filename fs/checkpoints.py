@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -51,8 +51,16 @@ def step_of(name: str) -> int | None:
     return int(next((number for word, number in found if word.lower() != "epoch"), found[-1][1]))
 
 
-def find_checkpoints(top: str, files: Iterable[tuple[int, str, int]]) -> list[Checkpoint]:
-    """The checkpoints among these files (inode, path, size), which all lie under `top`, or are it; newest first."""
+def find_checkpoints(
+    top: str,
+    files: Iterable[tuple[int, str, int]],
+    *,
+    mtime_ns: Callable[[CheckpointFile], int] | None = None,
+    named_by: Callable[[CheckpointFile], set[str]] | None = None,
+) -> list[Checkpoint]:
+    """The checkpoints among these files (inode, path, size), which all lie under `top`, or are it; newest first.
+
+    `mtime_ns` says how old a file is, `named_by` which files an index names; both look at the files themselves if not given."""
     files = list(files)
     saved_by_torch = {os.path.dirname(path) for _, path, _ in files if path.endswith((".distcp", "/.metadata"))}
     members: defaultdict[str, list[CheckpointFile]] = defaultdict(list)
@@ -61,7 +69,13 @@ def find_checkpoints(top: str, files: Iterable[tuple[int, str, int]]) -> list[Ch
         if root is not None:
             members[root].append(CheckpointFile(ino, path, size))
     found = [
-        Checkpoint(root, step_of(os.path.basename(root)), max(map(_mtime_ns, inside)), tuple(inside), _problem(root, inside))
+        Checkpoint(
+            root,
+            step_of(os.path.basename(root)),
+            max(map(mtime_ns or _mtime_ns, inside)),
+            tuple(inside),
+            _problem(root, inside, named_by or _named_by),
+        )
         for root, inside in members.items()
     ]
     return sorted(found, key=lambda one: (one.run, -1 if one.step is None else one.step, one.mtime_ns), reverse=True)
@@ -88,14 +102,14 @@ def _root(top: str, path: str, saved_by_torch: set[str]) -> str | None:
     return path if path.endswith(SINGLE_FILES) or step_of(os.path.basename(path)) is not None else None
 
 
-def _problem(root: str, files: Sequence[CheckpointFile]) -> str:
+def _problem(root: str, files: Sequence[CheckpointFile], named_by: Callable[[CheckpointFile], set[str]]) -> str:
     names = {os.path.relpath(file.path, root) for file in files}
     if UNFINISHED.search(os.path.basename(root)):
         return "its name says that it is not finished"
     for file in files:
         if UNFINISHED.search(os.path.basename(file.path)):
             return f"{file.path} is not finished"
-        if file.path.endswith(".index.json") and (missing := _named_by(file) - names):
+        if file.path.endswith(".index.json") and (missing := named_by(file) - names):
             return f"{min(missing)}, which {os.path.basename(file.path)} names, is not there"
     for directory in {os.path.dirname(file.path) for file in files if file.path.endswith(".distcp")}:
         if os.path.relpath(os.path.join(directory, ".metadata"), root) not in names:

@@ -34,6 +34,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:0"
     log_directory: str = ""
     labels: dict[str, str] = {}
+    drain_seconds: float = 30.0
 
 
 class ProtectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +67,7 @@ class RepairSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[repair]`: how fast shards are moved and looked at that nobody waits for."""
 
     bytes_per_second_max: int = 256 << 20
+    scrub_days: float = 7.0
 
 
 class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,12 +240,14 @@ def _check(config: NodeConfig) -> None:
         protection.buffer_bytes_max >= 2 * stripe,
         f"protection.buffer_bytes_max: two stripes of this code need {2 * stripe} bytes",
     )
+    _require(0 <= node.drain_seconds <= 86400, "node.drain_seconds: 0 to 86400")
     _require(0 <= mount.settle_seconds <= 3600, "mount.settle_seconds: 0 to 3600")
     _require(0 <= mount.attribute_timeout_seconds <= 60, "mount.attribute_timeout_seconds: 0 to 60")
     _require(
         config.repair.bytes_per_second_max == 0 or config.repair.bytes_per_second_max >= 1 << 20,
         "repair.bytes_per_second_max: 1048576 or more, or 0 for no limit",
     )
+    _require(0 <= config.repair.scrub_days <= 3650, "repair.scrub_days: 0 to 3650")
     _require(0 <= config.space.reserve_fraction < 0.9, "space.reserve_fraction: 0 to 0.9")
 
 

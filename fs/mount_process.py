@@ -514,6 +514,7 @@ class MountProcess:
             "oldest_unprotected_seconds": oldest,
             "open_files": len(self._open_files),
             "settling_files": self._settler.waiting_count,
+            "written_files": opened.files,
             "requests": statistics.requests,
             "unexpected_errors": statistics.unexpected_errors,
             "problems": self._problems(),

@@ -47,13 +47,13 @@ class NodeProcesses:
         return []
 
     def ask_supervisor_to_end(self) -> bool:
-        """SIGTERM to the supervisor, which ends the other two. False if there is none."""
+        """SIGINT to the supervisor, which ends the other two and does not drain first. False if there is none."""
         self._ending.update(self.living())
         pid = self._pid("supervisor")
         if pid is None:
             return False
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
         return True
 
     def wait_ended(self, deadline: float) -> bool:

@@ -31,9 +31,11 @@ from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
 from ckptfs.fs.catalog import check_not_older, open_catalog
 from ckptfs.fs.child import Child
+from ckptfs.fs.cli_errors import NotReached
 from ckptfs.fs.config import NodeConfig, hand_config, load_handed_config
 from ckptfs.fs.connection import clean_stale_mount, forget_connection, kept_connection, new_connection
 from ckptfs.fs.fuse_device import MountError
+from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
@@ -60,19 +62,24 @@ RESTART_SECONDS_MAX = 5.0
 STABLE_SECONDS = 10.0
 """A process that lived this long died by accident: it is restarted at once."""
 STOP_SECONDS = 20.0
+DRAIN_ANSWER_SECONDS = 5.0
+"""How much later than its deadline the agent may say what it protected."""
 GIVE_UP_SECONDS = 10.0
 """For so long a mount process is tried on a drive that takes no writes: then programs are to have errors."""
 
 
 class Supervisor:
     """One node's supervisor. `run` raises `ConfigurationError`, `CodecUnavailable`, `StoreError`, `DamagedData` and `MountError`
-    before anything is mounted, and `MountError` when one of its processes gave up for good."""
+    before anything is mounted, `MountError` when one of its processes gave up for good, and `NotReached` at the end of a node
+    that was asked to end (SIGTERM) and has files nobody else has."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._stopping = False
         self._ended_for_good = ""
         self._upgrading = False
+        self._draining = False
+        self._not_drained = ""
         self._python = sys.executable
         self._children: dict[str, Child] = {}
         self._replaced: set[Child] = set()
@@ -141,6 +148,8 @@ class Supervisor:
             if role := self._ended_for_good:
                 reason = NodeProcesses(store.path).failures().get(role, f"the {role} process gave up; its log says why")
                 raise MountError(f"{reason}; the node has ended, what was closed is safe in its store")
+            if self._not_drained:
+                raise NotReached(self._not_drained)
 
     async def _keep_session(self, kv: "EtcdCatalog", store: StoreDirectory, incarnation: int) -> None:
         """Renew the node's session in etcd; begin it anew when it ended because etcd could not be reached for too long."""
@@ -182,8 +191,32 @@ class Supervisor:
                     if number == signal.SIGHUP:
                         nursery.start_soon(self._upgrade, store)
                         continue
+                    if number == signal.SIGTERM and self._config.node.drain_seconds and not self._draining:
+                        self._draining = True
+                        nursery.start_soon(self._drain_and_stop, store, nursery.cancel_scope)
+                        continue
                     await self._stop()
                     nursery.cancel_scope.cancel()
+
+    async def _drain_and_stop(self, store: StoreDirectory, scope: trio.CancelScope) -> None:
+        """Protect first what only this node has, as far as there is time; a second signal ends that."""
+        seconds = self._config.node.drain_seconds
+        service_manager.notify("STOPPING=1")
+        try:
+            request = {"do": "drain", "deadline": seconds, "leave": False}
+            report = await LocalClient(store.agent_socket).call(request, timeout_seconds=seconds + DRAIN_ANSWER_SECONDS)
+        except NodeNotAnswering as error:
+            report = {"ok": False, "message": str(error)}
+        if not report.get("ok"):
+            self._not_drained = f"what only this node has could not be protected before it ended: {report.get('message')}"
+        elif report["possible"] and (report["left_files"] or report["open_files"]):
+            self._not_drained = (
+                f"the node ended with {report['left_files']} files ({report['left_bytes']} bytes) that are not protected, and "
+                f"{report['open_files']} that were being written; they are safe on its drive, and lost with it"
+            )
+        log.log(logging.ERROR if self._not_drained else logging.INFO, "drained report=%s", report)
+        await self._stop()
+        scope.cancel()
 
     def _start(self, role: str, *more: str, descriptors: tuple[int, ...] = ()) -> Child:
         device, incarnation, _ = self._connection
@@ -315,7 +348,7 @@ async def _end(role: str, child: Child) -> None:
 
 
 def run(config: NodeConfig) -> None:
-    """Run the node until SIGTERM or until it is unmounted."""
+    """Run the node until SIGTERM or SIGINT, or until it is unmounted."""
     raise_descriptor_limit()
     be_spared_for_memory()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means an upgrade
@@ -327,7 +360,7 @@ def main() -> None:
     """Entry of a process that was another release's supervisor a moment ago."""
     try:
         run(load_handed_config(int(sys.argv[1])))
-    except MountError as error:
+    except (MountError, NotReached) as error:
         sys.exit(f"ckptfs: {error}")
 
 

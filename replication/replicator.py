@@ -127,6 +127,7 @@ class Replicator:
         self._damaged: set[Vid] = set()
         self._not_again_before: dict[InodeNumber, float] = {}
         self._waiting: list[WaitingVersion] = []
+        self._preferred: dict[InodeNumber, int] = {}
         self._live = frozenset[bytes]()
         self._short_of = ""
         self._last_error = ""
@@ -138,6 +139,10 @@ class Replicator:
         if urgent:
             self._not_again_before.clear()
         self._wake.set()
+
+    def prefer(self, inos: Sequence[InodeNumber]) -> None:
+        """These files are protected first, in this order, until it is called again."""
+        self._preferred = {ino: place for place, ino in enumerate(inos)}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled. What is in progress then is left to the next start."""
@@ -193,7 +198,7 @@ class Replicator:
 
     async def _start_what_is_due(self, nursery: trio.Nursery) -> float:
         """Start all that may start now; returns after how many seconds to look again, unless woken before."""
-        waiting = await trio.to_thread.run_sync(self._local_versions.waiting, LISTED_MAX, limiter=self._limiter)
+        waiting = await self._list()
         self._waiting = [one for one in waiting if not one.is_prefix]
         self._forget_others(waiting)
         if not waiting:
@@ -228,6 +233,15 @@ class Replicator:
         if batch:
             self._start_batch(nursery, batch)
         return max(0.01, pause_seconds)
+
+    async def _list(self) -> list[WaitingVersion]:
+        """What waits, in the order in which it is begun, as far as it is looked at."""
+        preferred = self._preferred
+        limit = LISTED_MAX + len(preferred)
+        waiting = await trio.to_thread.run_sync(self._local_versions.waiting, limit, limiter=self._limiter)
+        if preferred:
+            waiting.sort(key=lambda one: preferred.get(one.ino, len(preferred)))
+        return waiting[:LISTED_MAX]
 
     async def _has_holders(self) -> bool:
         """Refresh who is live; False while it is worth waiting for stores that are just starting or restarting."""

@@ -110,6 +110,26 @@ class ShardSweep:
             self.statistics.copies_removed += await self._remove(unwanted, self._remove_copies)
         self._unnamed_since = {key: since for key, since in self._unnamed_since.items() if key in still_unnamed}
 
+    async def named_count(self) -> int:
+        """How many of the shards and copies held here the catalog names. Raises `CacheError`."""
+        count = 0
+        after: tuple[bytes, int] = (b"", -1)
+        while rows := await self._in_thread(self._shards.list, after, PAGE_COUNT):
+            after = (rows[-1].vid, rows[-1].index)
+            for row in rows:
+                count += await self._is_in_use(row.vid, row.index)
+        last = b""
+        while copies := await self._in_thread(self._copies.list, last, PAGE_COUNT):
+            last = copies[-1].vid
+            for copy in copies:
+                count += await self._is_in_use(copy.vid, -1)
+        return count
+
+    async def _is_in_use(self, vid: Vid, index: int) -> bool:
+        await trio.lowlevel.checkpoint()
+        version = await self._versions.version(vid)
+        return version is not None and version.state is VersionState.PROTECTED and self._is_named(version, index)
+
     async def _known_catalog(self) -> int | None:
         """The catalog's revision, if it is the one this store has always known, and has not gone back."""
         revision = await self._kv.revision()

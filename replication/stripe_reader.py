@@ -30,6 +30,7 @@ from ckptfs.replication.errors import (
     PeerUnreachable,
     ReplicationError,
     ShardDamaged,
+    ShardNotFound,
 )
 from ckptfs.replication.home_segment import SegmentHashers, has_segment, is_table_of, segment_table
 from ckptfs.replication.members import Members
@@ -115,7 +116,16 @@ def geometry_of(version: Version) -> Geometry:
 class StripeReader:
     """Reads stripes and copies from their holders. `codec_limiter` bounds the threads that decode."""
 
-    def __init__(self, members: Members, holders: ShardReaders, codec: Codec) -> None:
+    def __init__(
+        self,
+        members: Members,
+        holders: ShardReaders,
+        codec: Codec,
+        *,
+        on_wrong: Callable[[Vid], None] = lambda vid: None,
+    ) -> None:
+        """`on_wrong` hears of versions of which a shard was wrong or missing."""
+        self._on_wrong = on_wrong
         self.counters = ReadCounters()
         self._members = members
         self._holders = holders
@@ -166,7 +176,7 @@ class StripeReader:
                     footer = await self._holders.footer(store, vid, index)
                 table = self._proved_content_table(vid, version, footer)
             except (ReplicationError, trio.TooSlowError) as error:
-                self._note(store, error)
+                self._note(store, error, vid)
                 complaints.append((store, error))
                 continue
             content = StripedContent(vid, version, table)
@@ -218,7 +228,7 @@ class StripeReader:
                 if not self.is_content(vid, version, data):
                     raise ShardDamaged("the copy is not what the catalog says")
             except (ReplicationError, trio.TooSlowError) as error:
-                self._note(store, error)
+                self._note(store, error, vid)
                 complaints.append((store, error))
                 continue
             self.counters.cells_read += 1
@@ -345,7 +355,7 @@ class StripeReader:
                         ask_one_more()
                 elif error is not None:
                     store = version.shards[index].store
-                    self._note(store, error)
+                    self._note(store, error, content.vid)
                     complaints.append((store, error))
                     ask_one_more()
             nursery.cancel_scope.cancel()
@@ -449,7 +459,10 @@ class StripeReader:
             return 2
         return int(self._late_until_seconds.get(store, 0.0) > trio.current_time())
 
-    def _note(self, store: StoreId, error: Exception) -> None:
+    def _note(self, store: StoreId, error: Exception, vid: Vid | None = None) -> None:
+        """`vid`: it is about a shard of that version, and not about its home's segment."""
+        if vid is not None and isinstance(error, ShardDamaged | ShardNotFound):
+            self._on_wrong(vid)
         if isinstance(error, ShardDamaged):
             self.counters.damaged_by_store[store] += 1
             logger.warning("shard-damaged store=%s error=%s", store.hex(), error)

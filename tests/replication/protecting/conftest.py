@@ -154,6 +154,8 @@ class Node:
                 grace_seconds=self.grace_seconds,
                 raise_unchanged_seconds=self.cluster.raise_unchanged_seconds,
                 rebuild_look_seconds=1e9,
+                scrub_seconds=0.0,
+                repairs_reads=self.cluster.repairs_reads,
             ),
             settle=self._settle,
         )
@@ -328,6 +330,7 @@ class Cluster:
         self.shortfall_seconds = 0.3
         self.raise_unchanged_seconds = 1e9
         self.sweep_seconds = 1e9
+        self.repairs_reads = False
         self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
         self.nodes: list[Node] = []
 

@@ -1,0 +1,100 @@
+"""`ckptfs drain`: make a node ready to be switched off."""
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckptfs.fs.cli_errors import NotReached, WrongUse
+from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
+from ckptfs.fs.cli_status import places_for
+from ckptfs.fs.status import Place
+
+POLL_SECONDS = 0.5
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def drain(
+    where: Annotated[
+        Path | None,
+        typer.Argument(parser=path_of, metavar="WHERE", help="The node's mountpoint or directory.", show_default=False),
+    ] = None,
+    deadline: Annotated[str, typer.Option("--deadline", metavar="S", help="How long it may take: 30, 30s, 5m, 1h.")] = "30s",
+    cancel: Annotated[bool, typer.Option("--cancel", help="The node stays after all: it takes shards again.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Protect what only this node has, newest complete checkpoints first, and have its shards made again on other nodes.
+
+    It takes no new shards from then on, also after a restart, until --cancel. Exit code 1 if something was not protected in time.
+    """
+    seconds = seconds_of(deadline)
+    places = places_for(where)
+    if places is None or len(places) != 1:
+        raise WrongUse("drain: one node, by its mountpoint or its directory")
+    (place,) = places
+    if cancel:
+        place.ask("agent", {"do": "join_again"})
+        _say(as_json, {"node": place.id, "state": "in"}, f"{place.id} takes shards again")
+        return
+    until = time.monotonic() + seconds
+    report = place.ask("agent", {"do": "drain", "deadline": seconds, "leave": True}, timeout_seconds=seconds + 30)
+    held = _held(place, until)
+    document = {key: value for key, value in report.items() if key != "ok"} | {
+        "node": place.id,
+        "state": "draining",
+        "held": held,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+    if report["left_files"] or report["open_files"]:
+        size = human_bytes(report["left_bytes"])
+        raise NotReached(
+            f"{report['left_files']} files ({size}) are not protected yet, and {report['open_files']} are being written: they "
+            f"are lost if {place.id} does not come back. It goes on with them while it runs",
+            reported=as_json,
+        )
+
+
+def seconds_of(text: str) -> float:
+    """30, 30s, 5m or 1h in seconds. Raises `WrongUse`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None:
+        raise WrongUse(f"--deadline: a number of seconds, or 30s, 5m, 1h, not {text!r}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _held(place: Place, until: float) -> int:
+    """How many shards of files are still at this node, when there are none or the time is up."""
+    while True:
+        held = int(place.ask("agent", {"do": "held"}, timeout_seconds=60.0)["named"])
+        if not held or time.monotonic() >= until:
+            return held
+        time.sleep(min(POLL_SECONDS, max(0.0, until - time.monotonic())))
+
+
+def _print(document: dict[str, Any]) -> None:
+    out = console()
+    for one in document["checkpoints"]:
+        word = "protected" if one["protected"] else "NOT protected"
+        note = "" if one["complete"] else f"; incomplete: {one['why']}"
+        out.print(f"{word}: {one['path']} ({human_bytes(one['bytes'])} in {one['files']} files{note})", soft_wrap=True)
+    out.print(f"{document['node']} drains: {human_bytes(document['bytes'])} in {document['files']} files were protected")
+    if held := document["held"]:
+        out.print(
+            f"{held} shards are still here; the cluster makes them again on other nodes, if it has enough of them. Switched off "
+            "now, nothing is lost by that: their files survive one loss fewer until then",
+            soft_wrap=True,
+        )
+    else:
+        out.print("no shards are left here: it can be switched off", soft_wrap=True)
+
+
+def _say(as_json: bool, document: dict[str, Any], text: str) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        console().print(text)

@@ -1,0 +1,282 @@
+"""Every shard this store should have is read and hashed again, slowly, in a pass that takes days and begins anew every week.
+
+It walks over the catalog's versions, not over the store's files: so what is missing is found as well. What is wrong or missing is
+made again out of the other shards, here. What is here and should not be is the sweep's business (`shard_sweep`). Where it
+stands is noted in `agent.db`, so that a restart goes on there; the ids of versions are random, so the last one looked at also
+says how much of the pass is done.
+"""
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+import trio
+
+from ckptfs.cache.catalog_format import VERSION_PREFIX, ShardLayout, Version, VersionState, unpack, vid_of_key
+from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.errors import CacheError
+from ckptfs.cache.ids import ID_SIZE, Vid
+from ckptfs.replication.agent_db import AgentDatabase
+from ckptfs.replication.errors import ReplicationError, ShardDamaged, ShardNotFound
+from ckptfs.replication.members import Members
+from ckptfs.replication.pace import Pace
+from ckptfs.replication.quiet_threads import QuietThreads
+from ckptfs.replication.repair import Rebuilt, VersionReplaced
+from ckptfs.replication.shard_reader import ShardReader
+from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.small_copies import SmallCopies
+
+logger = logging.getLogger(__name__)
+
+FACT = "scrub"
+PAGE_COUNT = 200
+READ_BYTES = 8 << 20
+"""How much is read before the pace is asked."""
+
+NOTED_SECONDS = 30.0
+WAIT_SECONDS_MAX = 3600.0
+BYTES_PER_SECOND_MIN = 1 << 20
+SHARE_OF_PERIOD = 0.5
+"""A pass is to take half the period at most, so that a store that is off for days still keeps it."""
+
+
+class ScrubState(msgspec.Struct):
+    """What is noted. `after` is the last version looked at in the pass that began at `began_ns` (wall time), 0: none has.
+    `checked`, `wrong`, `missing`, `made_again`, `not_made_again` count shards of this pass,
+    `last_*` those of the last that was finished."""
+
+    began_ns: int = 0
+    after: bytes = b""
+    checked: int = 0
+    wrong: int = 0
+    missing: int = 0
+    made_again: int = 0
+    not_made_again: int = 0
+    problem: str = ""
+    last_ended_ns: int = 0
+    last_checked: int = 0
+    last_wrong: int = 0
+    last_missing: int = 0
+    last_made_again: int = 0
+    last_not_made_again: int = 0
+
+
+@dataclass(frozen=True)
+class ScrubStatistics:
+    """The state; `progress` is how much of the pass under way is done, 0 to 1, None between two."""
+
+    state: ScrubState
+    progress: float | None
+
+
+class Scrub:
+    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never."""
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        members: Members,
+        shards: ShardStore,
+        copies: SmallCopies,
+        index: AgentDatabase,
+        rebuild: Callable[[Vid, Version, list[int]], Awaitable[Rebuilt]],
+        threads: QuietThreads,
+        now_ns: Callable[[], int],
+        *,
+        period_seconds: float,
+        bytes_per_second_max: float,
+    ) -> None:
+        self._kv = kv
+        self._members = members
+        self._shards = shards
+        self._copies = copies
+        self._index = index
+        self._rebuild = rebuild
+        self._threads = threads
+        self._now_ns = now_ns
+        self._period_seconds = period_seconds
+        self._bytes_per_second_max = bytes_per_second_max
+        self._limiter = trio.CapacityLimiter(1)
+        self._state = ScrubState()
+        self._noted_at = 0.0
+        self._remembers = False
+        self._one_at_a_time = trio.Lock()
+
+    def statistics(self) -> ScrubStatistics:
+        state = self._state
+        progress = int.from_bytes(state.after[:8].ljust(8, b"\0"), "big") / 2**64 if state.began_ns else None
+        return ScrubStatistics(msgspec.structs.replace(state), progress)
+
+    async def run(self) -> None:
+        async with self._one_at_a_time:
+            await self._remember()
+        while True:
+            wait_seconds = self._wait_seconds()
+            if wait_seconds > 0:
+                await trio.sleep(min(wait_seconds, WAIT_SECONDS_MAX))
+                continue
+            try:
+                await self.pass_over()
+            except (CacheError, OSError, sqlite3.Error) as error:
+                logger.info("scrub-put-off error=%s: %s", type(error).__name__, error)
+                await trio.sleep(60.0)
+
+    def _wait_seconds(self) -> float:
+        """Until the next pass is due; one that is under way goes on."""
+        state = self._state
+        if not self._period_seconds:
+            return WAIT_SECONDS_MAX
+        if state.began_ns or not state.last_ended_ns:
+            return 0.0
+        return self._period_seconds - max(0.0, (self._now_ns() - state.last_ended_ns) / 1e9)
+
+    async def pass_over(self) -> None:
+        """Go on with the pass under way, or begin one, to its end. Raises `CacheError`, `sqlite3.Error`."""
+        async with self._one_at_a_time:
+            await self._remember()
+            await self._pass_over()
+
+    async def _pass_over(self) -> None:
+        if not self._state.began_ns:
+            old = self._state
+            self._state = ScrubState(
+                began_ns=self._now_ns(),
+                last_ended_ns=old.last_ended_ns,
+                last_checked=old.last_checked,
+                last_wrong=old.last_wrong,
+                last_missing=old.last_missing,
+                last_made_again=old.last_made_again,
+                last_not_made_again=old.last_not_made_again,
+            )
+        state, own = self._state, self._members.own_store
+        pace = Pace(await self._rate())
+        key = VERSION_PREFIX + state.after.hex().encode() if state.after else b""
+        while entries := await self._kv.range(VERSION_PREFIX, after=key, limit=PAGE_COUNT):
+            for entry in entries:
+                version = unpack(Version, entry.value)
+                if version.state is VersionState.PROTECTED and any(shard.store == own for shard in version.shards):
+                    await self._look_at(vid_of_key(entry.key), pace)
+                key, state.after = entry.key, vid_of_key(entry.key)
+                if trio.current_time() - self._noted_at >= NOTED_SECONDS:
+                    await self._note()
+        self._state = ScrubState(
+            last_ended_ns=self._now_ns(),
+            last_checked=state.checked,
+            last_wrong=state.wrong,
+            last_missing=state.missing,
+            last_made_again=state.made_again,
+            last_not_made_again=state.not_made_again,
+            problem=state.problem,
+        )
+        await self._note()
+        log = logger.warning if state.wrong or state.missing else logger.info
+        log(
+            "scrubbed checked=%d wrong=%d missing=%d made_again=%d not_made_again=%d",
+            state.checked, state.wrong, state.missing, state.made_again, state.not_made_again,
+        )  # fmt: skip
+
+    async def _rate(self) -> float:
+        """Bytes a second, so that a pass takes no longer than it may; no more than is allowed."""
+        if not self._period_seconds:
+            return self._bytes_per_second_max
+        held = await trio.to_thread.run_sync(self._index.held, limiter=self._limiter)
+        wanted = max(held.file_bytes / (SHARE_OF_PERIOD * self._period_seconds), BYTES_PER_SECOND_MIN)
+        return min(wanted, self._bytes_per_second_max or wanted)
+
+    # ---- one version
+
+    async def _look_at(self, vid: Vid, pace: Pace) -> None:
+        entry = await self._kv.get(VERSION_PREFIX + vid.hex().encode())  # as it is now: the page may be hours old
+        if entry is None:
+            return
+        version = unpack(Version, entry.value)
+        if version.state is not VersionState.PROTECTED:
+            return
+        for index, shard in enumerate(version.shards):
+            if shard.store == self._members.own_store:
+                self._state.checked += 1
+                problem = await self._problem(vid, version, index, pace)
+                if problem is not None:
+                    await self._make_again(vid, version, index, problem)
+
+    async def _problem(self, vid: Vid, version: Version, index: int, pace: Pace) -> ReplicationError | None:
+        """What is wrong with a shard or copy that should be here."""
+        try:
+            if version.layout is ShardLayout.COPIES:
+                held, content = await self._threads.run(self._copies.get, vid)
+                await pace.spend(len(content))
+                right = held.root == version.root
+            else:
+                right = await self._is_right(vid, version, index, pace)
+        except (ShardNotFound, ShardDamaged) as error:
+            return error
+        return None if right else ShardDamaged("it is not the shard that was acknowledged")
+
+    async def _is_right(self, vid: Vid, version: Version, index: int, pace: Pace) -> bool:
+        """Raises `ShardNotFound`, `ShardDamaged`."""
+        reader: ShardReader = await self._threads.run(self._shards.open, vid, index)
+        with reader:
+            cells = reader.check_cells()
+            cell_size = max(1, reader.header.cell_size)
+            count = max(1, READ_BYTES // cell_size)
+            part: list[bool]
+            while part := await self._threads.run(list, islice(cells, count)):
+                if not all(part):
+                    raise ShardDamaged("cells fail their hash")
+                await pace.spend(len(part) * cell_size)
+            return reader.footer.root == version.shards[index].root and reader.footer.content_root == version.root
+
+    async def _make_again(self, vid: Vid, version: Version, index: int, problem: ReplicationError) -> None:
+        state = self._state
+        is_missing = isinstance(problem, ShardNotFound)
+        state.missing += is_missing
+        state.wrong += not is_missing
+        logger.warning("scrub-found vid=%s index=%d ino=%d: %s", vid.hex(), index, version.ino, problem)
+        try:
+            await self._members.refresh()
+            rebuilt = await self._rebuild(vid, version, [index])
+            why = rebuilt.problems.get(index, "")
+        except VersionReplaced:
+            return
+        except (ReplicationError, OSError) as error:
+            why = str(error)
+        if why:
+            state.not_made_again += 1
+            state.problem = f"shard {index} of inode {version.ino}: {problem}; it could not be made again: {why}"
+            logger.error("scrub-not-made-again vid=%s index=%d error=%s", vid.hex(), index, why)
+        else:
+            state.made_again += 1
+
+    # ---- what is remembered
+
+    async def _remember(self) -> None:
+        if self._remembers:
+            return
+        self._remembers = True
+        with contextlib.suppress(sqlite3.Error):
+            noted = await trio.to_thread.run_sync(self._index.fact, FACT, limiter=self._limiter)
+            if noted is not None:
+                with contextlib.suppress(msgspec.DecodeError):
+                    state = msgspec.json.decode(noted, type=ScrubState)
+                    if len(state.after) in (0, ID_SIZE):
+                        self._state = state
+
+    async def _note(self) -> None:
+        self._noted_at = trio.current_time()
+        with contextlib.suppress(sqlite3.OperationalError):  # full, or read-only: the pass goes on
+            await trio.to_thread.run_sync(self._index.set_fact, FACT, msgspec.json.encode(self._state), limiter=self._limiter)
+
+
+def scrub_problems(state: ScrubState) -> list[str]:
+    """For an operator: what scrubbing found and could not make right."""
+    count = state.not_made_again or state.last_not_made_again
+    if not count:
+        return []
+    return [
+        f"scrub found {count} shards here wrong or missing that could not be made again, the last one {state.problem}. "
+        "`ckptfs verify --repair` tries it again and names the files; look at this node's drive"
+    ]
