@@ -74,6 +74,10 @@ class ShardLayout(enum.IntEnum):
     COPIES = 2
 
 
+NODE_DOMAIN = "node"
+"""As a failure domain's label: each node is one."""
+
+
 class DirectoryEntry(msgspec.Struct, array_like=True, frozen=True):
     """What a name leads to. `kind` is the S_IFMT part of the mode. `tie` keeps readdir cookies apart: when two names of
     one directory change in one transaction, the second has 1."""
@@ -195,7 +199,7 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
 
 class Store(msgspec.Struct, array_like=True, frozen=True):
     """One store of the cluster. `address` is host:port of its agent; `directory` its path on its own machine (a hint for
-    people and for the local cluster). `labels` are failure domains, e.g. {"rack": "r1"}; the node itself always is one."""
+    people and for the local cluster). `labels` say where it stands, e.g. {"rack": "r1", "zone": "z1"}."""
 
     format: int
     node: NodeId
@@ -204,6 +208,10 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
     directory: str
     labels: dict[str, str] = {}
     certificate: bytes = b""
+
+    def domain(self, label: str) -> str:
+        """Its failure domain, if that is what stores with the same label share; the node where it has none."""
+        return self.labels.get(label) or self.node
 
 
 class Session(msgspec.Struct, array_like=True, frozen=True):
@@ -222,13 +230,15 @@ class CarriedOut(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
-    """`c/settings`: what the whole cluster must agree on."""
+    """`c/settings`: what the whole cluster must agree on. `failure_domain` is the label of stores that fail together, or
+    "node"."""
 
     format: int
     cluster: Annotated[bytes, _ID]
     data_shards: Annotated[int, _POSITIVE]
     parity_shards: Annotated[int, _NOT_NEGATIVE]
     cell_size: Annotated[int, _POSITIVE]
+    failure_domain: str = NODE_DOMAIN
 
 
 Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)

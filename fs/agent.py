@@ -144,7 +144,9 @@ class Agent:
         self._settle = settle
         self._hurried = trio.Event()
         self.peers = Peers(transport, identity)
-        self.members = Members(store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes)
+        self.members = Members(
+            store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes, domain_label=cluster.failure_domain
+        )
         self.holders = Holders(self.members, self._own, self.peers)
         limits = ProtectionLimits(
             cluster.data_shards,

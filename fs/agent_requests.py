@@ -47,7 +47,7 @@ from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.store_registry import set_state
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.local_socket import Message
-from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, protection_problems, rebuild_problems
+from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, label_problems, protection_problems, rebuild_problems
 from ckptfs.fs.verify_findings import VerifyFindings
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, CopyRefused
@@ -415,6 +415,7 @@ class AgentRequests:
         problems += protection_problems(
             agent.members.known(), agent.members.last_error, agent.cluster.data_shards, agent.cluster.parity_shards, replicator
         )
+        problems += label_problems(agent.members.known(), agent.cluster.failure_domain)
         with contextlib.suppress(CacheError):  # a catalog that is away is said elsewhere
             if not request.get("fresh"):
                 problems += await self._findings.problems()

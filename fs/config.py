@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ckptfs.cache.catalog_format import NODE_DOMAIN
 from ckptfs.cache.ids import NodeId
 
 SQLITE_SCHEME = "sqlite:///"
@@ -38,11 +39,12 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProtectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[protection]`: the code and its pace. The first three are settled by the first node of a cluster."""
+    """`[protection]`: the code and its pace. The first four are settled by the first node of a cluster."""
 
     data_shards: int = 4
     parity_shards: int = 2
     cell_size_bytes: int = 1 << 20
+    failure_domain: str = NODE_DOMAIN
     small_file_size_bytes: int = 64 << 10
     codec: Literal["auto", "isa-l", "numpy"] = "auto"
     buffer_bytes_max: int = 32 << 20
@@ -230,6 +232,12 @@ def _check(config: NodeConfig) -> None:
     )
     _require(1 <= protection.data_shards <= 32, "protection.data_shards: 1 to 32")
     _require(0 <= protection.parity_shards <= 8, "protection.parity_shards: 0 to 8")
+    label = protection.failure_domain
+    _require(re.fullmatch("[a-z0-9_-]{1,32}", label) is not None, "protection.failure_domain: a label's name, as rack, or node")
+    _require(
+        label == NODE_DOMAIN or bool(node.labels.get(label)),
+        f"node.labels: with protection.failure_domain = {label!r} this node's {label} is needed there",
+    )
     cell = protection.cell_size_bytes
     _require(4096 <= cell <= 4 << 20 and cell % 4096 == 0, "protection.cell_size_bytes: a multiple of 4096 up to 4194304")
     _require(

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, VersionState
+from ckptfs.cache.catalog_format import NODE_DOMAIN, Inode, Store, StoreState, Version, VersionState
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.versions import Versions
 from ckptfs.replication.home_segment import has_segment
-from ckptfs.replication.members import DOMAIN_LABEL
 from ckptfs.replication.placement import UNREADABLE, protected_m
 
 STATE_NAMES = {VersionState.OPEN: "open", VersionState.LOCAL: "local", VersionState.PROTECTED: "protected"}
@@ -20,7 +19,14 @@ Fact = dict[str, Any]
 class Durability:
     """Answers for inodes. `stores` are the catalog's, `live` those that answer now; both are given with each question."""
 
-    def __init__(self, namespace: Namespace, versions: Versions, size_of: Callable[[InodeNumber], int | None]) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        versions: Versions,
+        size_of: Callable[[InodeNumber], int | None],
+        domain_label: str = NODE_DOMAIN,
+    ) -> None:
+        self._domain_label = domain_label
         self._namespace = namespace
         self._versions = versions
         self._size_of = size_of
@@ -67,13 +73,15 @@ class Durability:
         if inode.lost:
             fact["state"] = "lost"
         elif version.state is VersionState.PROTECTED:
-            survives = _survives(version, stores, live, parity_shards)
+            survives = _survives(version, stores, live, parity_shards, self._domain_label)
             fact["protected_m"] = max(0, survives)
             if survives == UNREADABLE and not (has_segment(version) and not version.damaged and version.home in live):
                 fact["state"] = "unreachable"
             elif any(shard.store not in live for shard in version.shards):
                 fact["state"] = "degraded"
-            elif version.shards and version.parity_shards < min(parity_shards, len(_domains(stores, live)) - 1):
+            elif version.shards and version.parity_shards < min(
+                parity_shards, len(_domains(stores, live, self._domain_label)) - 1
+            ):
                 fact["state"] = "degraded"  # protected while fewer stores were there: it will be raised
         elif version.damaged:
             fact["state"] = "damaged"
@@ -94,13 +102,12 @@ class Durability:
             )
         return fact
 
-    @staticmethod
-    def _may_come_back(version: Version, stores: dict[StoreId, Store], parity_shards: int) -> bool:
+    def _may_come_back(self, version: Version, stores: dict[StoreId, Store], parity_shards: int) -> bool:
         """Whether the stores that are away, but neither lost nor removed, would have enough of it together with the others."""
         possible = {store_id for store_id, store in stores.items() if _may_return(store)}
         if version.state is VersionState.OPEN or (has_segment(version) and not version.damaged and version.home in possible):
             return True
-        return bool(version.shards) and _survives(version, stores, possible, parity_shards) != UNREADABLE
+        return bool(version.shards) and _survives(version, stores, possible, parity_shards, self._domain_label) != UNREADABLE
 
     @staticmethod
     def _last_size(inode: Inode, version: Version, live: set[StoreId]) -> int | None:
@@ -124,30 +131,26 @@ class Durability:
         if inode.prefix is None or not inode.prefix_holds:
             return 0
         prefix = await self._versions.version(inode.prefix)
-        if prefix is None or _survives(prefix, stores, live, parity_shards) == UNREADABLE:
+        if prefix is None or _survives(prefix, stores, live, parity_shards, self._domain_label) == UNREADABLE:
             return 0
         return prefix.size
 
 
-def _domains(stores: dict[StoreId, Store], live: set[StoreId]) -> set[str]:
+def _domains(stores: dict[StoreId, Store], live: set[StoreId], label: str) -> set[str]:
     """Those that can hold shards now."""
-    return {
-        store.labels.get(DOMAIN_LABEL) or store.node
-        for store_id, store in stores.items()
-        if store_id in live and store.state is StoreState.IN
-    }
+    return {store.domain(label) for store_id, store in stores.items() if store_id in live and store.state is StoreState.IN}
 
 
 def _may_return(store: Store) -> bool:
     return store.state in (StoreState.IN, StoreState.DRAINING)
 
 
-def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int) -> int:
+def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int, label: str) -> int:
     if not version.shards:  # an empty file: the catalog is all there is of it
         return parity_shards
     domains: list[str | None] = []
     for shard in version.shards:
         store = stores.get(shard.store)
         gone = store is None or store.state in (StoreState.LOST, StoreState.REMOVED) or shard.store not in live
-        domains.append(None if store is None or gone else store.labels.get(DOMAIN_LABEL) or store.node)
+        domains.append(None if store is None or gone else store.domain(label))
     return protected_m(domains, version.data_shards)

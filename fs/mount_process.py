@@ -261,7 +261,7 @@ class MountProcess:
         self._open_files, self._settler, self._session, self._reclaimer = open_files, settler, session, reclaimer
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
         self._growing = growing
-        self._durability = Durability(namespace, versions, self._size_of)
+        self._durability = Durability(namespace, versions, self._size_of, settings.failure_domain)
         self._losses = WhatIf(namespace, versions)
         self._settings = settings
         mounted = mounts_at(config.mountpoint)
@@ -546,14 +546,15 @@ class MountProcess:
         if problem := self._descriptors.problem():
             problems.append(problem)
         asked, agreed = self._config.protection, self._settings
-        if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes) != (
+        if (asked.data_shards, asked.parity_shards, asked.cell_size_bytes, asked.failure_domain) != (
             agreed.data_shards,
             agreed.parity_shards,
             agreed.cell_size,
+            agreed.failure_domain,
         ):
             problems.append(
-                f"the cluster was made with {agreed.data_shards}+{agreed.parity_shards} and cells of {agreed.cell_size} bytes,"
-                " which holds for all nodes; this node's configuration says otherwise"
+                f"the cluster was made with {agreed.data_shards}+{agreed.parity_shards} over each {agreed.failure_domain} and"
+                f" cells of {agreed.cell_size} bytes, which holds for all nodes; this node's configuration says otherwise"
             )
         if self._replica is not None and self._replica.trouble:
             problems.append(f"names wait, and are EIO after a while; open files go on: {self._replica.trouble}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptfs.cache.catalog_format import StoreState
+from ckptfs.cache.catalog_format import NODE_DOMAIN, StoreState
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.replication.members import Member
 from ckptfs.replication.placement import code_for
@@ -52,6 +52,18 @@ def protection_problems(
             f"vain, the last time because of: {waiting.stuck_error}. They are safe on this node's drive, and tried again"
         )
     return problems
+
+
+def label_problems(members: Sequence[Member], domain_label: str) -> list[str]:
+    """Nodes that don't say in which failure domain they stand: each counts as one of its own."""
+    joined = [member for member in members if not member.is_gone_for_good]
+    without = sorted(str(member.node) for member in joined if member.domain == member.node)
+    if domain_label == NODE_DOMAIN or not without:
+        return []
+    return [
+        f"{', '.join(without)}: no label {domain_label}, so files may survive fewer losses than is said: put it into labels in "
+        "the node's node.toml, and restart the node"
+    ]
 
 
 def rebuild_problems(rebuild: RebuildStatistics, names: Mapping[InodeNumber, bytes]) -> list[str]:

@@ -169,7 +169,12 @@ class Supervisor:
         protection = self._config.protection
         namespace = Namespace(kv, store.store_id, incarnation, time.time_ns)
         wanted = Settings(
-            FORMAT_VERSION, os.urandom(ID_SIZE), protection.data_shards, protection.parity_shards, protection.cell_size_bytes
+            FORMAT_VERSION,
+            os.urandom(ID_SIZE),
+            protection.data_shards,
+            protection.parity_shards,
+            protection.cell_size_bytes,
+            protection.failure_domain,
         )
         settings = await namespace.format_if_empty(wanted, os.geteuid(), os.getegid())
         store.join(settings.cluster, self._config.node.catalog)

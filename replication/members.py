@@ -11,15 +11,12 @@ from typing import NamedTuple
 
 import trio
 
-from ckptfs.cache.catalog_format import Store, StoreState
+from ckptfs.cache.catalog_format import NODE_DOMAIN, Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.replication.errors import PeerUnreachable, ReplicationError
 from ckptfs.replication.placement import Candidate
 
 logger = logging.getLogger(__name__)
-
-DOMAIN_LABEL = "domain"
-"""The label that names a store's failure domain; without it the node is the domain."""
 
 PING_SECONDS_MAX = 2.0
 
@@ -67,10 +64,12 @@ class Members:
         ping: Callable[[StoreId, str], Awaitable[int]],
         own_free_bytes: Callable[[], int],
         *,
+        domain_label: str = NODE_DOMAIN,
         ping_age_seconds_max: float = 5.0,
         failure_age_seconds_max: float = 2.0,
     ) -> None:
         self.own_store = own_store
+        self._domain_label = domain_label
         self._list_stores = list_stores
         self._ping = ping
         self._own_free_bytes = own_free_bytes
@@ -184,7 +183,7 @@ class Members:
         else:
             answer = self._answers.get(store)
             live, free_bytes = (answer.live, answer.free_bytes) if answer else (False, 0)
-        domain = record.labels.get(DOMAIN_LABEL) or record.node
+        domain = record.domain(self._domain_label)
         return Member(store, record.node, domain, record.address, record.state, revision, live, free_bytes)
 
 

@@ -148,7 +148,7 @@ VECTORS: dict[str, tuple[Any, str]] = {
     ),
     "session": (Session(1, S, 42), "9301c410535353535353535353535353535353532a"),
     "carried out": (CarriedOut(1, 42), "92012a"),
-    "settings": (Settings(1, b"C" * 16, 4, 2, 1 << 20), "9501c410434343434343434343434343434343430402ce00100000"),
+    "settings": (Settings(1, b"C" * 16, 4, 2, 1 << 20), "9601c410434343434343434343434343434343430402ce00100000a46e6f6465"),
 }
 KINDS: tuple[Any, ...] = (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
 
@@ -164,6 +164,12 @@ def test_a_record_without_the_newest_fields_has_their_defaults() -> None:
     version, digits = VECTORS["protected"]
     older = bytes.fromhex("dc0010" + digits[6:-2])  # as it was written before there was `damaged`
     assert unpack(Version, older) == version
+
+
+def test_settings_without_a_failure_domain_are_of_nodes() -> None:
+    older = bytes.fromhex("9501c410434343434343434343434343434343430402ce00100000")
+    assert unpack(Settings, older) == VECTORS["settings"][0]
+    assert unpack(Settings, older).failure_domain == "node"
 
 
 def test_golden_keys() -> None:

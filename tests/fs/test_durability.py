@@ -28,12 +28,12 @@ class Cluster:
         self.namespace = Namespace(self.kv, HOME, 1, lambda: 1)
         self.versions = Versions(self.kv, HOME, 1, lambda: 1)
         self.written: dict[InodeNumber, int] = {}
-        self.durability = Durability(self.namespace, self.versions, self.written.get)
+        self.durability = Durability(self.namespace, self.versions, self.written.get, "rack")
 
     async def begin(self, racks: dict[int, str] | None = None) -> None:
         await self.namespace.format_if_empty(Settings(FORMAT_VERSION, bytes(16), 4, 2, 1 << 20))
         for number, store in enumerate(STORES):
-            labels = {"domain": (racks or {})[number]} if racks else {}
+            labels = {"rack": (racks or {})[number]} if racks else {}
             await register_store(self.kv, store, NodeId(f"node-{number}"), f"127.0.0.1:{number}", "/store", labels)
 
     async def open_file(self, name: bytes) -> tuple[InodeNumber, Vid]:

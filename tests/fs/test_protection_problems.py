@@ -7,7 +7,7 @@ import pytest
 from ckptfs.cache.catalog_format import StoreState
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId
 from ckptfs.fs.cli_flush import _what_to_do
-from ckptfs.fs.protection_problems import protection_problems, rebuild_problems
+from ckptfs.fs.protection_problems import label_problems, protection_problems, rebuild_problems
 from ckptfs.fs.status import FileStanding
 from ckptfs.replication.members import Member
 from ckptfs.replication.rebuild import RebuildStatistics
@@ -43,6 +43,15 @@ def test_nodes_that_are_away_are_named() -> None:
     away, smaller = problems(2, 7)
     assert "node-2" in away
     assert "protected with 1+1 meanwhile, are degraded" in smaller
+
+
+def test_a_node_without_the_label_of_the_failure_domain_is_named() -> None:
+    member = Member(StoreId(b"a" * 16), NodeId("node-1"), "r1", "", StoreState.IN, 1, True, 1)
+    bare = member._replace(node=NodeId("node-2"), domain="node-2")
+    assert label_problems([member, bare], "node") == []
+    assert label_problems([member], "rack") == []
+    (problem,) = label_problems([member, bare], "rack")
+    assert problem.startswith("node-2: no label rack")
 
 
 def test_what_is_lost_is_named_and_what_has_no_place_says_what_to_do() -> None:

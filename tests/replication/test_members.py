@@ -22,7 +22,7 @@ class Peers:
         self.asked: list[StoreId] = []
         self.records = {
             OWN: (Store(FORMAT_VERSION, NodeId("own"), StoreState.IN, "127.0.0.1:1", "/a"), 1),
-            PEER: (Store(FORMAT_VERSION, NodeId("peer"), StoreState.IN, "127.0.0.1:2", "/b", {"domain": "rack"}), 2),
+            PEER: (Store(FORMAT_VERSION, NodeId("peer"), StoreState.IN, "127.0.0.1:2", "/b", {"rack": "r1", "zone": "z1"}), 2),
             OTHER: (Store(FORMAT_VERSION, NodeId("other"), StoreState.DRAINING, "127.0.0.1:3", "/c"), 3),
         }
 
@@ -39,7 +39,7 @@ class Peers:
 
 
 def members(peers: Peers, own_free_bytes: Callable[[], int] = lambda: 77) -> Members:
-    return Members(OWN, peers.stores, peers.ping, own_free_bytes)
+    return Members(OWN, peers.stores, peers.ping, own_free_bytes, domain_label="rack")
 
 
 async def test_the_own_store_is_live_without_being_asked(autojump_clock: MockClock) -> None:
@@ -47,7 +47,7 @@ async def test_the_own_store_is_live_without_being_asked(autojump_clock: MockClo
     known = {member.store: member for member in await members(peers).refresh()}
     assert OWN not in peers.asked
     assert (known[OWN].live, known[OWN].free_bytes, known[OWN].domain) == (True, 77, "own")
-    assert (known[PEER].live, known[PEER].free_bytes, known[PEER].domain, known[PEER].revision) == (True, 1000, "rack", 2)
+    assert (known[PEER].live, known[PEER].free_bytes, known[PEER].domain, known[PEER].revision) == (True, 1000, "r1", 2)
 
 
 async def test_only_live_stores_that_are_in_take_shards(autojump_clock: MockClock) -> None:

@@ -144,6 +144,7 @@ class Node:
             self._switch_segment,
             time.time_ns,
             AgentSettings(
+                labels=self.cluster.labels.get(self.number),
                 small_file_size=SMALL,
                 buffer_bytes_max=2 << 20,
                 reserve_fraction=0.0,
@@ -331,6 +332,7 @@ class Cluster:
         self.raise_unchanged_seconds = 1e9
         self.sweep_seconds = 1e9
         self.repairs_reads = False
+        self.labels: dict[int, dict[str, str]] = {}
         self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
         self.nodes: list[Node] = []
 
