@@ -43,6 +43,7 @@ from ckptfs.replication.peer_server import PeerServer
 from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.read_repair import ReadRepair
+from ckptfs.replication.rebalance import Rebalancer
 from ckptfs.replication.rebuild import Rebuilder, is_lowest_live
 from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
@@ -207,6 +208,8 @@ class Agent:
             for _ in range(REBUILT_AT_ONCE)
         ]
         mover = ShardMover(kv, self.versions, self.members, reader, self.holders, movers, pace.spend)
+        self.rebalancer = Rebalancer(kv, self.members, mover)
+        self._rebalance = trio.Event()
         self.rebuilder = Rebuilder(
             kv,
             self.members,
@@ -246,6 +249,7 @@ class Agent:
             nursery.start_soon(self.raiser.run)
             nursery.start_soon(self.rebuilder.run)
             nursery.start_soon(self.scrub.run)
+            nursery.start_soon(self._rebalance_when_asked)
             nursery.start_soon(self.read_repair.run)
             nursery.start_soon(self._sweep_again_and_again)
             nursery.start_soon(self._collect_again_and_again)
@@ -297,6 +301,23 @@ class Agent:
         if report.damaged or report.missing:
             report = await self.repairer.repair(version.ino, vid, version, report)
             log.warning("read_repair inode=%d repaired=%s: %s", version.ino, report.repaired, report.message)
+
+    def rebalance(self) -> None:
+        """Begin to, unless it is under way."""
+        self._rebalance.set()
+
+    @property
+    def is_rebalancing(self) -> bool:
+        return self._rebalance.is_set()
+
+    async def _rebalance_when_asked(self) -> None:
+        while True:
+            await self._rebalance.wait()
+            try:
+                await self.rebalancer.rebalance()
+            except CacheError as error:
+                log.warning("rebalance_cut_off error=%s", error)
+            self._rebalance = trio.Event()
 
     async def _serve(self, nursery: trio.Nursery) -> str:
         """Listen where this store listened last, if that is free: its record in the catalog then needs no change, which

@@ -20,6 +20,7 @@ log has it).
     drain {deadline, leave}            -> see `Drain.protect`. With `leave` the store takes no new shards from now on, and
                                        those it has are made again on others
     join_again                         the store takes shards again
+    rebalance                          shards move from full stores to empty ones; status says how far it is
     held                               -> named: how many shards and copies the catalog still says are here
     prove {vid}                        -> right, message: whether every shard of a protected version is right, hashed now where it
                                        lies; what is not is made anew first
@@ -96,6 +97,7 @@ class AgentRequests:
             "drain": self._drain,
             "join_again": self._join_again,
             "held": self._held,
+            "rebalance": self._rebalance,
             "prove": self._prove,
             "findings": self._findings_of,
             "status": self._status,
@@ -352,6 +354,10 @@ class AgentRequests:
         await self._agent.members.refresh()
         return {}
 
+    async def _rebalance(self, request: Message) -> Message:
+        self._agent.rebalance()
+        return {}
+
     async def _held(self, request: Message) -> Message:
         return {"named": await self._agent.sweep.named_count()}
 
@@ -450,6 +456,7 @@ class AgentRequests:
             },
             "raiser": asdict(agent.raiser.statistics),
             "rebuild": asdict(agent.rebuilder.statistics),
+            "rebalance": asdict(agent.rebalancer.statistics) | {"running": agent.is_rebalancing},
             "scrub": _scrub(agent.scrub.statistics()),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),

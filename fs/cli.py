@@ -13,7 +13,7 @@ import typer
 
 from ckptfs import __version__
 from ckptfs.cache.errors import CacheError
-from ckptfs.fs import cli_ca, cli_cluster, cli_drain, cli_flush, cli_node, cli_status, cli_verify, cli_whatif
+from ckptfs.fs import cli_ca, cli_cluster, cli_drain, cli_flush, cli_node, cli_rebalance, cli_status, cli_verify, cli_whatif
 from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
@@ -39,6 +39,7 @@ app.command()(cli_flush.flush)
 app.command()(cli_verify.verify)
 app.command()(cli_whatif.whatif)
 app.command()(cli_drain.drain)
+app.command()(cli_rebalance.rebalance)
 
 
 def _print_version(wanted: bool) -> None:

@@ -33,11 +33,12 @@ COPIES_READ_AT_ONCE = 8
 
 
 class Move(NamedTuple):
-    """Shards of a protected version, by index, that are to be on other stores."""
+    """Shards of a protected version, by index, that are to be on other stores, none of them in `without`."""
 
     vid: Vid
     version: Version
     indices: tuple[int, ...]
+    without: frozenset[StoreId] = frozenset()
 
 
 Outcome = Rebuilt | None
@@ -116,7 +117,7 @@ class ShardMover:
         self, repairer: Repairer, move: Move, note: Callable[[Move, Outcome], None], without: frozenset[StoreId]
     ) -> None:
         try:
-            outcome: Outcome = await repairer.rebuild(move.vid, move.version, move.indices, without=without)
+            outcome: Outcome = await repairer.rebuild(move.vid, move.version, move.indices, without=without | move.without)
         except VersionReplaced:
             outcome = None
         except (ReplicationError, OSError) as error:
@@ -188,7 +189,9 @@ class ShardMover:
         for index in move.indices:
             own = places.pop(index)
             try:
-                places[index] = new_holder(self._members.known(), move.vid, index, places, without | {own}, bytes_each)
+                places[index] = new_holder(
+                    self._members.known(), move.vid, index, places, without | move.without | {own}, bytes_each
+                )
                 batches[places[index]].append((move, index))
             except NotEnoughDomains as shortage:
                 places[index] = own
