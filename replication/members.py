@@ -183,6 +183,7 @@ class Members:
         else:
             answer = self._answers.get(store)
             live, free_bytes = (answer.live, answer.free_bytes) if answer else (False, 0)
+        live = live and record.state in (StoreState.IN, StoreState.DRAINING)  # the others are not asked any more
         domain = record.domain(self._domain_label)
         return Member(store, record.node, domain, record.address, record.state, revision, live, free_bytes)
 

@@ -53,12 +53,17 @@ class RebuildStatistics:
 
     rebuilt_shards: int = 0
     rebuilt_bytes: int = 0
+    busy_seconds: float = 0.0
     left: int = 0
     homeless: int = 0
     stuck: int = 0
     lost_count: int = 0
     lost: list[InodeNumber] = field(default_factory=list)
     last_error: str = ""
+
+    def begun_anew(self) -> "RebuildStatistics":
+        """With nothing left to do."""
+        return RebuildStatistics(self.rebuilt_shards, self.rebuilt_bytes, self.busy_seconds)
 
 
 class Exposed(NamedTuple):
@@ -138,7 +143,7 @@ class Rebuilder:
         members = await self._members.refresh()
         leaving = self._leaving(members)
         if not self._is_leader():
-            self.statistics = RebuildStatistics(self.statistics.rebuilt_shards, self.statistics.rebuilt_bytes)
+            self.statistics = self.statistics.begun_anew()
             self._done_with = None
             return
         standing = leaving, frozenset(member.store for member in members if member.live)
@@ -148,9 +153,13 @@ class Rebuilder:
         else:
             self._pause_seconds = self._look_seconds
         if leaving:
-            await self._rebuild(leaving)
+            began = trio.current_time()
+            try:
+                await self._rebuild(leaving)
+            finally:
+                self.statistics.busy_seconds += trio.current_time() - began
         else:
-            self.statistics = RebuildStatistics(self.statistics.rebuilt_shards, self.statistics.rebuilt_bytes)
+            self.statistics = self.statistics.begun_anew()
         self._done_with = standing
         self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
         self._not_before = trio.current_time() + self._pause_seconds

@@ -21,6 +21,7 @@ from typing import Any
 
 from bench_bare import receive_shards, send_shards
 from bench_names import PROCESSES, files_in_mount, files_in_plain, in_processes, list_seconds, stat_seconds
+from bench_repair import idle_figures, repair_figures
 from bench_restart import restart_figures
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +42,7 @@ WRITERS = 4
 WRITERS_PAIRS = 3
 """Every turn waits for its files to be protected, and the whole run is to take minutes."""
 SEGMENT_GONE_SECONDS_MAX = 120
-PARTS = ("save", "write", "read", "small", "writers", "names", "restart", "served", "protect", "restore")
+PARTS = ("save", "write", "read", "small", "writers", "names", "restart", "served", "idle", "protect", "restore", "repair")
 
 LIMITS = {
     "save": ("ratio_max", 1.05),
@@ -55,6 +56,8 @@ LIMITS = {
     "served": ("served_ratio_max", 1 / 0.3),
     "protect": ("share_of_bare_loop_min", 0.5),
     "restore": ("share_of_bare_shards_min", 0.5),
+    "idle": ("share_of_core_max", 0.01),
+    "repair": ("ratio_max", 2.0),
     "memory": ("peak_mb_max", 150),
 }
 """What must be reached, by part."""
@@ -177,6 +180,14 @@ class Bench:
         with _cluster(self._plain.parent / "served", 2, ClusterSettings(passthrough="off")) as cluster:
             bench = Bench(cluster, self._plain, self._sizes, self._memory)
             return {"write": bench.write(), "read": bench.read()}
+
+    def idle(self) -> dict[str, Any]:
+        """What the six nodes cost that have nothing to do."""
+        return idle_figures(self._cluster)
+
+    def repair(self) -> dict[str, Any]:
+        """The shards of a lost node made again on others, against copying them."""
+        return repair_figures(self._plain.parent / "repair", self._sizes.protect_bytes)
 
     def protect(self) -> dict[str, Any]:
         """From close to protected, against a bare loop over six loopback connections into six synced files.
@@ -437,6 +448,8 @@ def _reached(document: dict[str, Any]) -> dict[str, bool]:
             found[part] = max(figures["write"]["ratio"], figures["read"]["ratio"]) <= limit
         elif kind == "files_per_second_min":
             found[part] = figures["mount_files_per_second"] >= limit
+        elif kind == "share_of_core_max":
+            found[part] = figures["share_of_core_max"] < limit
         elif kind == "seconds_max":
             found[part] = figures["seconds"] <= limit
         elif kind.startswith("share_of_bare_"):
@@ -503,6 +516,15 @@ def _print(document: dict[str, Any]) -> None:
             f" straight over loopback {figures['bare_shards_bytes_per_second'] / 1e9:.2f}, share"
             f" {figures['share_of_bare_shards']:.2f} (limit ≥ 0.5) {_mark(document, 'restore')}"
         )
+    if "repair" in document:
+        figures = document["repair"]
+        out.print(
+            f"repair of a lost node, {human_bytes(figures['bytes'])} of shards: {figures['seconds']:.2f} s, copying them "
+            f"{figures['copy_seconds']:.2f} s, ratio {figures['ratio']:.2f} (limit ≤ 2) {_mark(document, 'repair')}"
+        )
+    if "idle" in document:
+        share = document["idle"]["share_of_core_max"]
+        out.print(f"idle: {share:.2%} of a core a node at most (limit < 1 %) {_mark(document, 'idle')}")
     peaks = ", ".join(f"{role} {document['memory'][f'{role}_peak_mb']:.0f} MB" for role in ROLES)
     out.print(f"peak resident memory of a process: {peaks} (limit < 150 MB) {_mark(document, 'memory')}")
 

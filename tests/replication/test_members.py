@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import trio
 from trio.testing import MockClock
 
@@ -96,3 +97,15 @@ async def test_how_long_the_live_set_has_been_the_same(autojump_clock: MockClock
     await trio.sleep(10)
     await them.refresh()
     assert them.seconds_unchanged() < 1
+
+
+async def test_a_store_that_was_lost_does_not_count_as_live_though_it_answered_once(autojump_clock: MockClock) -> None:
+    peers = Peers()
+    known = members(peers)
+    await known.refresh()
+    record, revision = peers.records[PEER]
+    peers.records[PEER] = (msgspec.structs.replace(record, state=StoreState.LOST), revision + 1)
+    await known.refresh(everyone=True)
+    lost = known.member(PEER)
+    assert lost is not None
+    assert (lost.live, lost.is_gone_for_good, known.is_known_dead(PEER)) == (False, True, True)
