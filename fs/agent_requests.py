@@ -421,6 +421,11 @@ class AgentRequests:
         problems += protection_problems(
             agent.members.known(), agent.members.last_error, agent.cluster.data_shards, agent.cluster.parity_shards, replicator
         )
+        own = agent.members.member(agent.store.store_id)
+        if own is not None and own.state is StoreState.DRAINING:
+            problems.append(
+                "this node drains: it takes no new shards, also when restarted; `ckptfs drain --cancel` takes it back"
+            )
         problems += label_problems(agent.members.known(), agent.cluster.failure_domain)
         with contextlib.suppress(CacheError):  # a catalog that is away is said elsewhere
             if not request.get("fresh"):

@@ -84,7 +84,9 @@ async def test_a_node_that_leaves_takes_no_new_shards_and_loses_those_it_has(clu
     assert (await node.ask("held"))["named"] == 0
     for version in await node.protected(*saved, new):
         assert node.store.store_id not in [shard.store for shard in version.shards]
+    assert any("this node drains" in problem for problem in (await node.ask("status"))["problems"])
     await node.ask("join_again")
+    assert (await node.ask("status"))["problems"] == []
     (member,) = [one for one in node.running.members.known() if one.store == node.store.store_id]
     assert member.state is StoreState.IN
     await node.down()
