@@ -183,10 +183,10 @@ def test_a_shard_that_was_changed_on_disk_is_found_and_never_read(start_cluster:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
     cluster.kill(0)
-    assert (cluster.nodes[2].mountpoint / "file").read_bytes() == content
     code, out, _ = _ckptfs("verify", cluster.nodes[2].mountpoint, "--json")
     assert code == 1
     assert json.loads(out)["ok"] is False
+    assert (cluster.nodes[2].mountpoint / "file").read_bytes() == content
 
 
 @contextlib.contextmanager
