@@ -2,7 +2,6 @@
 
 import stat
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from ckptfs.cache.catalog_format import (
@@ -98,10 +97,24 @@ async def existing_name(kv: KeyValue, parent: InodeNumber, name: bytes) -> Found
     return found
 
 
-@lru_cache(maxsize=256)
-def _inode_in(value: bytes) -> Inode:
-    """The same directory's record is asked for again and again, and its bytes are the same object while nobody changes it."""
-    return unpack(Inode, value)
+_INODES_REMEMBERED_MAX = 256
+_inodes: dict[bytes, Inode] = {}
+"""What records of inodes say that were read or written lately, by their bytes: these are the same object while nobody changes the
+record, and who made a file is asked about it next."""
+
+
+def _remember(value: bytes, inode: Inode) -> Inode:
+    if len(_inodes) >= _INODES_REMEMBERED_MAX:
+        _inodes.clear()
+    _inodes[value] = inode
+    return inode
+
+
+def inode_put(ino: InodeNumber, inode: Inode) -> Put:
+    """The inode's record is this one now."""
+    value = pack(inode)
+    _remember(value, inode)
+    return Put(inode_key(ino), value)
 
 
 async def existing_inode(kv: KeyValue, ino: InodeNumber) -> tuple[Inode, int]:
@@ -109,7 +122,8 @@ async def existing_inode(kv: KeyValue, ino: InodeNumber) -> tuple[Inode, int]:
     entry = await kv.get(inode_key(ino))
     if entry is None:
         raise InodeGone(f"inode {ino} does not exist")
-    return _inode_in(entry.value), entry.mod_revision
+    value = entry.value
+    return _inodes.get(value) or _remember(value, unpack(Inode, value)), entry.mod_revision
 
 
 async def existing_directory(kv: KeyValue, ino: InodeNumber) -> Inode:

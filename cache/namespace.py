@@ -52,6 +52,7 @@ from ckptfs.cache.catalog_records import (
     existing_inode,
     existing_name,
     find_name,
+    inode_put,
     repeated,
     touched,
 )
@@ -345,7 +346,7 @@ class Namespace:
         compares: list[Compare] = [Unchanged(entry_key(parent, name), 0), Present(inode_key(parent))]
         operations = [
             entry_put(parent, name, ino, inode.mode),
-            Put(inode_key(ino), pack(inode)),
+            inode_put(ino, inode),
             touched(parent, inode.ctime_ns),
             *more,
         ]

@@ -61,7 +61,7 @@ class FileContent:
         except OSError:
             await self._namespace.unlink(parent, name)
             raise
-        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, self._namespace.now_ns(), path_hint=name)
+        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, inode.made_ns, path_hint=name)
         self._open_files.add(file)
         return file, inode
 

@@ -42,6 +42,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+_PASSTHROUGH = int(OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH)
+"""Put together once: joining flags takes a microsecond each time."""
+
+
 class FileOperations:
     """CREATE, OPEN, READ, WRITE, FLUSH, RELEASE, FSYNC, FALLOCATE, LSEEK, and truncation for SETATTR."""
 
@@ -162,7 +166,7 @@ class FileOperations:
         pages_stay = self._pages.may_stay(file)
         if file.lane is Lane.PASSTHROUGH:
             assert file.backing_id is not None
-            return fuse.OPEN_OUT.pack(handle.fh, OpenFlag.PASSTHROUGH | OpenFlag.NOFLUSH, file.backing_id)
+            return fuse.OPEN_OUT.pack(handle.fh, _PASSTHROUGH, file.backing_id)
         flags = OpenFlag(0) if handle.writable else OpenFlag.NOFLUSH
         if _is_direct(handle):
             flags |= OpenFlag.DIRECT_IO | OpenFlag.PARALLEL_DIRECT_WRITES

@@ -66,6 +66,11 @@ WANTED = (
 NEEDED = InitFlag.SETXATTR_EXT
 """What every kernel we run on has, and requests are read by."""
 
+_unpack_header = fuse.IN_HEADER.unpack_from
+_HEADER_SIZE = fuse.IN_HEADER.size
+_pack_answer = fuse.OUT_HEADER.pack
+_ANSWER_SIZE = fuse.OUT_HEADER.size
+
 Body = memoryview
 Answer = bytes | bytearray
 Handler = Callable[[RequestHeader, memoryview], Awaitable[Answer | None]]
@@ -104,20 +109,15 @@ class SessionStatistics(NamedTuple):
     unexpected_errors: int
 
 
-class _Noticing:
-    """Awaits a coroutine and calls `on_wait` once, at the moment it first waits; not at all if it never does."""
+class _Waiting:
+    """Awaits the rest of a coroutine that was begun by hand and waits: `trap` is what it waits for."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Answer | None], on_wait: Callable[[], None]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Answer | None], trap: Any) -> None:
         self._coroutine = coroutine
-        self._on_wait = on_wait
+        self._trap = trap
 
     def __await__(self) -> Generator[Any, Any, Answer | None]:
-        coroutine = self._coroutine
-        try:
-            trap = coroutine.send(None)
-        except StopIteration as stop:
-            return cast(Answer | None, stop.value)
-        self._on_wait()
+        coroutine, trap = self._coroutine, self._trap
         while True:
             try:
                 sent = yield trap
@@ -259,29 +259,37 @@ class FuseSession:
             raise
 
     async def _handle(self, buffer: bytearray, length: int, on_wait: Callable[[], None]) -> None:
-        header = RequestHeader._make(fuse.IN_HEADER.unpack_from(buffer))
-        kernel_unique = header.unique
+        """`on_wait` is called once, at the moment the handler first waits; not at all if it never does."""
+        header = RequestHeader._make(_unpack_header(buffer))
+        opcode, kernel_unique = header.opcode, header.unique
         self._requests += 1
         self._last_request = time.monotonic()
         try:
-            with memoryview(buffer)[fuse.IN_HEADER.size : length] as body:
-                handler = self._handlers.get(header.opcode)
-                if header.opcode == Opcode.INIT:
+            with memoryview(buffer)[_HEADER_SIZE:length] as body:
+                handler = self._handlers.get(opcode)
+                if handler is None:
+                    if opcode != Opcode.INIT:
+                        raise OSError(errno.ENOSYS, "not implemented")
                     answer: Answer | None = self._negotiate(body)
-                elif handler is None:
-                    raise OSError(errno.ENOSYS, "not implemented")
                 else:
                     if kernel_unique & fuse.UNIQUE_RESEND:
                         header = header._replace(unique=kernel_unique & ~fuse.UNIQUE_RESEND)
-                    answer = await _Noticing(cast("Coroutine[Any, Any, Answer | None]", handler(header, body)), on_wait)
+                    coroutine = cast("Coroutine[Any, Any, Answer | None]", handler(header, body))
+                    try:
+                        trap = coroutine.send(None)
+                    except StopIteration as stop:
+                        answer = stop.value
+                    else:
+                        on_wait()
+                        answer = await _Waiting(coroutine, trap)
             if answer is None:
                 return
-            message: tuple[bytes, Answer] = fuse.OUT_HEADER.pack(fuse.OUT_HEADER.size + len(answer), 0, kernel_unique), answer
+            message: tuple[bytes, Answer] = _pack_answer(_ANSWER_SIZE + len(answer), 0, kernel_unique), answer
         except Exception as error:
             number = errno_of(error)
             if number is None:
                 self._unexpected_errors += 1
-                log.exception("request_failed opcode=%d inode=%d", header.opcode, header.nodeid)
+                log.exception("request_failed opcode=%d inode=%d", opcode, header.nodeid)
                 number = errno.EIO
             else:
                 self._errors.note(header, error, number)
@@ -289,19 +297,19 @@ class FuseSession:
         finally:
             if len(self._buffers) < 4:
                 self._buffers.append(buffer)
-        self._answer(message)
-        self._on_answered(header.unique)
-
-    def _answer(self, message: tuple[bytes, Answer]) -> None:
         try:
             os.writev(self._device, message)
         except OSError as error:
-            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
-                self._ended.set()
-            elif error.errno != errno.ENOENT:
-                # The kernel has ended the request with EIO; a malformed answer is a bug, and no reason to end the mount.
-                self._unexpected_errors += 1
-                log.exception("answer_refused length=%d", len(message[0]) + len(message[1]))
+            self._not_answered(error, message)
+        self._on_answered(header.unique)
+
+    def _not_answered(self, error: OSError, message: tuple[bytes, Answer]) -> None:
+        if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+            self._ended.set()
+        elif error.errno != errno.ENOENT:
+            # The kernel has ended the request with EIO; a malformed answer is a bug, and no reason to end the mount.
+            self._unexpected_errors += 1
+            log.error("answer_refused length=%d", len(message[0]) + len(message[1]), exc_info=error)
 
     def _negotiate(self, body: memoryview) -> bytes:
         major, minor, max_readahead, low = fuse.INIT_IN_SHORT.unpack_from(body)
