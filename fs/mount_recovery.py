@@ -243,7 +243,8 @@ class MountRecovery:
                     if vid is None or version is None or version.home != self._store or version.state not in _STATES:
                         continue
                     known = self._database.file(ino)
-                    if known is None or (known.vid != vid and known.segment != version.segment):  # else: `_carried_on`
+                    is_carried_on = vid == inode.open and known is not None and known.segment == version.segment
+                    if known is None or (known.vid != vid and not is_carried_on):
                         state, now = _STATES[version.state], self._namespace.now_ns()
                         self._database.put_file(FileRow(ino, vid, version.segment, state, version.size, now, None, b""))
                         unknown.add(ino)
@@ -278,6 +279,7 @@ class MountRecovery:
     async def _gone(self, row: FileRow, segment: SegmentId | None) -> bool:
         """What the row stood for is no more. What the file shows instead may be on this node only, and wait for protection."""
         left: FileRow | None = None
+        version: Version | None = None
         with contextlib.suppress(NoSuchName, DamagedData):
             vid = (await self._namespace.inode(row.ino)).cur
             version = None if vid is None else await self._versions.version(vid)
@@ -288,7 +290,7 @@ class MountRecovery:
         else:
             waiting = left._replace(backing_id=None, orphan=b"")
             self._corrections.append(lambda: self._database.put_file(waiting))
-        if segment is not None:
+        if segment is not None and (version is None or version.segment != segment):
             self._reclaimer.segment(segment, at_once=False)
         return False
 

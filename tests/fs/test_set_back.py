@@ -10,7 +10,7 @@ import pytest
 
 from ckptfs.cache import refusal_mark
 from ckptfs.cache.catalog_format import Shard, ShardLayout, VersionState
-from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, new_segment_id
+from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, new_segment_id, new_vid
 from ckptfs.cache.mount_db import FileState
 from ckptfs.cache.store_registry import register_store
 from ckptfs.cache.versions import ProtectedCommit
@@ -172,3 +172,21 @@ async def test_a_place_that_takes_no_count_is_passed_over(start_node: StartNode,
     assert not node.set_back.was_set_back()
     await node.settle()
     assert await node.content(ino) == b"not synced"
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_a_row_that_got_further_than_the_catalog_takes_no_bytes_along(start_node: StartNode, is_noticed: bool) -> None:
+    """It names the version that was begun in the segment of the one that the catalog has."""
+    node = await start_node()
+    ino = await node.save(b"file", b"content")
+    row = node.database.file(InodeNumber(ino))
+    node.database.put_file(row._replace(vid=new_vid(), state=FileState.OPEN, size=0))
+    node.kill()
+    if is_noticed:
+        node.store.uses.unlink()
+    node = await start_node(new_connection=True)
+    await node.settle()
+    assert await node.content(ino) == b"content"
+    assert await node.state(ino) is VersionState.LOCAL
+    found = node.database.file(InodeNumber(ino))
+    assert (found.vid, found.segment, found.state) == (row.vid, row.segment, FileState.LOCAL)
