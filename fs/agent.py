@@ -141,6 +141,7 @@ class Agent:
             self._own = OwnStore(self.shard_store, self.small_copies, segments)
             opened.callback(self._own.close)
             self._threads = opened.enter_context(QuietThreads())
+            scrub_threads = opened.enter_context(QuietThreads(1))  # of its own: idle input may wait for long
             self._opened = opened.pop_all()
         self._settle = settle
         self._hurried = trio.Event()
@@ -208,7 +209,7 @@ class Agent:
             for _ in range(REBUILT_AT_ONCE)
         ]
         mover = ShardMover(kv, self.versions, self.members, reader, self.holders, movers, pace.spend)
-        self.rebalancer = Rebalancer(kv, self.members, mover)
+        self.rebalancer = Rebalancer(kv, self.members, mover, self.sweep.knows_catalog)
         self._rebalance = trio.Event()
         self.rebuilder = Rebuilder(
             kv,
@@ -216,6 +217,7 @@ class Agent:
             mover,
             lambda: is_lowest_live(self.members),
             look_seconds=settings.rebuild_look_seconds,
+            may_repair=self.sweep.knows_catalog,
         )
         scrubber = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
         self.scrub = Scrub(
@@ -225,7 +227,7 @@ class Agent:
             self.small_copies,
             index,
             scrubber.rebuild,
-            self._threads,
+            scrub_threads,
             now_ns,
             period_seconds=settings.scrub_seconds,
             bytes_per_second_max=settings.repair_bytes_per_second_max,

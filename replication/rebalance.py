@@ -9,7 +9,7 @@ One shard of a version at a time, and to one store that is chosen for it: the ve
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -96,7 +96,9 @@ def shard_bytes(version: Version) -> int:
 class Rebalancer:
     """`rebalance` once at a time; a second call while one runs does nothing."""
 
-    def __init__(self, kv: KeyValue, members: Members, mover: ShardMover) -> None:
+    def __init__(self, kv: KeyValue, members: Members, mover: ShardMover, may_repair: Callable[[], Awaitable[bool]]) -> None:
+        """`may_repair`: whether the catalog can be trusted (R9)."""
+        self._may_repair = may_repair
         self.statistics = RebalanceStatistics()
         self._kv = kv
         self._members = members
@@ -108,6 +110,9 @@ class Rebalancer:
             return
         statistics = self.statistics = RebalanceStatistics(running=True)
         try:
+            if not await self._may_repair():
+                statistics.failed, statistics.last_error = 1, "the catalog is not the one this store knows: nothing is moved"
+                return
             balance = Balance(await self._named(), await self._members.refresh(everyone=True))
             statistics.before = self._by_node(balance)
             await self._move(balance, statistics)

@@ -7,7 +7,7 @@ from anywhere is counted, and named, as lost.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,6 +39,7 @@ MOVES_MAX = 2000
 
 LOST_NAMED_MAX = 1000
 PAUSE_SECONDS_MAX = 600.0
+REFUSED_SECONDS = 60.0
 
 
 STUCK_MAX = 10_000
@@ -102,7 +103,7 @@ def exposed(vid: Vid, version: Version, revision: int, leaving: frozenset[StoreI
 
 
 class Rebuilder:
-    """Use: `run` in a nursery. It looks every `look_seconds`."""
+    """Use: `run` in a nursery. It looks every `look_seconds`. `may_repair`: whether the catalog can be trusted (R9)."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Rebuilder:
         is_leader: Callable[[], bool],
         *,
         look_seconds: float,
+        may_repair: Callable[[], Awaitable[bool]],
         leaving: Callable[[list[Member]], frozenset[StoreId]] = leaving_stores,
     ) -> None:
         self.statistics = RebuildStatistics()
@@ -120,14 +122,15 @@ class Rebuilder:
         self._mover = mover
         self._is_leader = is_leader
         self._look_seconds = look_seconds
+        self._may_repair = may_repair
         self._leaving = leaving
         self._done_with: tuple[frozenset[StoreId], ...] | None = None
-        self._not_before = 0.0
+        self._not_before = self._refused_until = 0.0
         self._pause_seconds = look_seconds
 
     def look_again(self) -> None:
         """Somebody waits for it."""
-        self._done_with, self._not_before, self._pause_seconds = None, 0.0, self._look_seconds
+        self._done_with, self._not_before, self._refused_until, self._pause_seconds = None, 0.0, 0.0, self._look_seconds
 
     async def run(self) -> None:
         while True:
@@ -152,6 +155,9 @@ class Rebuilder:
                 return
         else:
             self._pause_seconds = self._look_seconds
+        if leaving and not await self._is_allowed():
+            self.statistics.last_error = "the catalog is not the one this store knows: nothing is moved"
+            return
         if leaving:
             began = trio.current_time()
             try:
@@ -163,6 +169,15 @@ class Rebuilder:
         self._done_with = standing
         self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
         self._not_before = trio.current_time() + self._pause_seconds
+
+    async def _is_allowed(self) -> bool:
+        """Asked anew only once a minute while it is not: each time is an error in the log."""
+        if trio.current_time() < self._refused_until:
+            return False
+        if await self._may_repair():
+            return True
+        self._refused_until = trio.current_time() + REFUSED_SECONDS
+        return False
 
     async def _rebuild(self, leaving: frozenset[StoreId]) -> None:
         """Walk and move until nothing is left but what can't be moved."""

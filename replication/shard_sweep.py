@@ -110,6 +110,14 @@ class ShardSweep:
             self.statistics.copies_removed += await self._remove(unwanted, self._remove_copies)
         self._unnamed_since = {key: since for key, since in self._unnamed_since.items() if key in still_unnamed}
 
+    async def knows_catalog(self) -> bool:
+        """Whether the catalog is the one this store has always known. If not, nothing is removed, and nothing moved (R9). Raises
+        `CacheError`."""
+        try:
+            return await self._known_catalog() is not None
+        except sqlite3.Error as error:
+            raise StoreError(f"the store's databases can't be used: {error}") from None
+
     async def named_count(self) -> int:
         """How many of the shards and copies held here the catalog names. Raises `CacheError`."""
         count = 0

@@ -176,6 +176,7 @@ class Records:
     def __init__(self) -> None:
         self.kv = MemoryCatalog()
         self.moves: list[Move] = []
+        self.is_known = True
         self.stores = [StoreId(bytes([number]) * 16) for number in range(1, 10)]
 
     async def begin(self, lost: int) -> None:
@@ -208,7 +209,10 @@ class Records:
 
         mover: Any = type("Mover", (), {"move": staticmethod(move)})()
         members = Members(self.stores[-1], listed, ping, lambda: 1 << 30)
-        return Rebuilder(self.kv, members, mover, lambda: True, look_seconds=1.0)
+        return Rebuilder(self.kv, members, mover, lambda: True, look_seconds=1.0, may_repair=self.may_repair)
+
+    async def may_repair(self) -> bool:
+        return self.is_known
 
 
 async def test_the_most_exposed_versions_are_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +238,23 @@ async def test_a_version_with_too_few_shards_left_anywhere_is_lost_and_not_tried
     await rebuilder.look()
     assert [move.version.ino for move in records.moves] == [2]
     assert (rebuilder.statistics.lost_count, rebuilder.statistics.lost) == (1, [1])
+
+
+async def test_nothing_moves_on_the_word_of_a_catalog_that_went_back() -> None:
+    records = Records()
+    await records.begin(lost=1)
+    await records.version(1, [0, 1, 2, 4, 5, 6])
+    records.is_known = False
+    rebuilder = records.rebuilder()
+    await rebuilder.look()
+    assert records.moves == []
+    assert "not the one this store knows" in rebuilder.statistics.last_error
+    records.is_known = True
+    await rebuilder.look()
+    assert records.moves == [], "it is asked again in a minute"
+    rebuilder.look_again()
+    await rebuilder.look()
+    assert len(records.moves) == 1
 
 
 async def test_a_pace_is_kept_by_all_that_share_it(autojump_clock: trio.testing.MockClock) -> None:
