@@ -1,7 +1,8 @@
 """The catalog engine for a cluster of machines: etcd, through its JSON gateway.
 
 Keys lie under the catalog's name (`<name>/<key>`), so that one etcd can hold several catalogs; it should hold nothing else,
-because whoever follows it hears of every change (R19). Revisions are etcd's.
+because whoever follows it hears of every change (R19). Revisions are etcd's; those of a catalog that was recovered into another
+etcd begin where its last recovery says, so that they never go back: `_base` is added to whatever leaves this module.
 
 **Exactly once.** A transaction whose answer is lost may have been carried out, may be carried out yet, or never. So each one
 also puts a marker (`<name>.x/<client>/<slot>`) and compares the revision the marker had before: sent again, the same transaction
@@ -22,6 +23,7 @@ from typing import Any
 
 import trio
 
+from ckptfs.cache.catalog_format import RECOVERED_KEY, Recovered, unpack
 from ckptfs.cache.catalog_kv import (
     OPERATIONS_MAX,
     Compare,
@@ -56,7 +58,7 @@ log = logging.getLogger(__name__)
 SESSION_SECONDS = 10
 HANDLE_LEASE_SECONDS = 120
 COMPACTED_KEY = b"c/compact"
-"""The revision the history is about to be cut at, decimal, put before it is (R19)."""
+"""The revision of etcd the history is about to be cut at, decimal, put before it is (R19)."""
 RANGE_KEYS_AT_ONCE = 1_000
 WATCH_RETRY_SECONDS = 0.2
 UNKNOWN_RETRY_SECONDS = 0.05
@@ -87,15 +89,25 @@ class EtcdCatalog:
         self._slots_made = 0
         self._cluster_id = 0
         self._newest = 0
+        self._base: int | None = None
         self._watches: set[trio.CancelScope] = set()
+
+    async def _based(self) -> int:
+        """What is added to etcd's revisions. It doesn't change while the catalog is in use."""
+        if self._base is None:
+            found = (await self._range({"key": self._prefix + RECOVERED_KEY})).kvs
+            self._base = unpack(Recovered, found[0].value).recoveries[-1].begins_at if found else 0
+        return self._base
 
     # Reading
 
     async def get(self, key: bytes) -> Entry | None:
+        await self._based()
         answer = await self._range({"key": self._prefix + key})
         return self._entry(answer.kvs[0]) if answer.kvs else None
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        await self._based()
         entries: list[Entry | None] = []
         for start in range(0, len(keys), OPERATIONS_MAX):
             some = keys[start : start + OPERATIONS_MAX]
@@ -108,10 +120,16 @@ class EtcdCatalog:
         first = prefix if after < prefix else after + b"\0"
         return (await self.range_at(prefix, first=first, limit=limit))[0]
 
-    async def range_at(self, prefix: bytes, *, first: bytes, limit: int | None = None) -> tuple[list[Entry], int]:
-        """As `range`, from the key `first` on, with the revision all of it is of."""
+    async def range_at(
+        self, prefix: bytes, *, first: bytes, limit: int | None = None, revision: int | None = None
+    ) -> tuple[list[Entry], int]:
+        """As `range`, from the key `first` on, with the revision all of it is of: the newest, or the one asked for.
+
+        Raises `CatalogCompacted` if etcd no longer has that.
+        """
+        base = await self._based()
         entries: list[Entry] = []
-        revision = 0
+        revision = 0 if revision is None else revision - base
         while limit is None or len(entries) < limit:
             at_once = RANGE_KEYS_AT_ONCE if limit is None else min(limit - len(entries), RANGE_KEYS_AT_ONCE)
             answer = await self._range(
@@ -127,7 +145,7 @@ class EtcdCatalog:
             if not answer.more or not answer.kvs:
                 break
             first = entries[-1].key + b"\0"
-        return entries, revision
+        return entries, revision + base
 
     async def count(self, prefix: bytes) -> int:
         whole = self._prefix + prefix
@@ -137,6 +155,9 @@ class EtcdCatalog:
         return False  # etcd has a quota of its own, and says so when it is used up
 
     async def revision(self) -> int:
+        return await self._based() + await self._own_revision()
+
+    async def _own_revision(self) -> int:
         return (await self._range({"key": self._prefix, "count_only": True})).header.revision
 
     async def catch_up(self) -> None:
@@ -154,7 +175,8 @@ class EtcdCatalog:
         return answer
 
     def _entry(self, record: KeyRecord) -> Entry:
-        return Entry(record.key[len(self._prefix) :], record.value, record.create_revision, record.mod_revision)
+        base = self._base or 0
+        return Entry(record.key[len(self._prefix) :], record.value, record.create_revision + base, record.mod_revision + base)
 
     def _check(self, header: Header, at_least: int) -> None:
         """An answer to what was asked when the catalog was at revision `at_least`: is it of the same catalog, and not older?"""
@@ -175,10 +197,11 @@ class EtcdCatalog:
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
         check_transaction(compares, operations, self.session)
+        base = await self._based()
         compared = [self._compare(compare) for compare in compares]
         if not operations:
             answer = await self._transact(compared, [])
-            return TransactionResult(answer.succeeded, answer.header.revision)
+            return TransactionResult(answer.succeeded, answer.header.revision + base)
         await self._have_lease()
         slot = self._slots.pop() if self._slots else self._new_slot()
         kept = False
@@ -188,7 +211,7 @@ class EtcdCatalog:
         finally:
             if kept:  # else nobody knows where its marker is: it is never used again
                 self._slots.append(slot)
-        return result
+        return TransactionResult(result.succeeded, result.revision + base)
 
     async def _transact_once(
         self, slot: _Slot, compares: list[dict[str, Any]], operations: list[dict[str, Any]]
@@ -248,7 +271,7 @@ class EtcdCatalog:
     def _compare(self, compare: Compare) -> dict[str, Any]:
         match compare:
             case Unchanged(key, revision):
-                return _compare_revision(self._prefix + key, revision)
+                return _compare_revision(self._prefix + key, revision and revision - (self._base or 0))
             case Present(key):
                 return {"key": self._prefix + key, "target": "VERSION", "result": "GREATER", "version": 0}
             case EmptyRange(prefix):
@@ -331,7 +354,10 @@ class EtcdCatalog:
 
         Goes on over broken connections. Raises as `watch`.
         """
-        seen = after_revision
+        base = await self._based()
+        if after_revision < base:
+            raise CatalogCompacted(f"the catalog's history begins after revision {base}, it is asked for from {after_revision}")
+        seen = after_revision - base
         first = True
         with trio.CancelScope() as scope:
             self._watches.add(scope)
@@ -352,7 +378,7 @@ class EtcdCatalog:
                                 for revision, events in self._transactions(answer):
                                     if revision > seen:
                                         seen = revision
-                                        yield revision, events
+                                        yield revision + base, events
                     except CatalogUnavailable as error:
                         if isinstance(error, CatalogReplaced):
                             raise
@@ -363,7 +389,7 @@ class EtcdCatalog:
     async def _check_history(self, seen: int) -> None:
         """etcd 3.4.23 loses a deletion when a watch begins exactly where its history was cut (etcd#18089), so where that was is
         asked for: after the watch began, and whoever cuts says so first."""
-        now = await self.revision()
+        now = await self._own_revision()
         if seen > now:
             raise CatalogCompacted(f"the catalog is at revision {now}, before {seen}")
         cut = await self.get(COMPACTED_KEY)
@@ -378,11 +404,13 @@ class EtcdCatalog:
                 found.append((record.mod_revision, []))
             if record.key.startswith(self._prefix):
                 value = None if event.type == "DELETE" else record.value
-                found[-1][1].append(Event(record.mod_revision, record.key[len(self._prefix) :], value))
+                revision = record.mod_revision + (self._base or 0)
+                found[-1][1].append(Event(revision, record.key[len(self._prefix) :], value))
         return found
 
     async def compact(self, revision: int) -> None:
         """Cut the history at the revision: watches that have seen less must begin anew. Says so in the catalog first (R19)."""
+        revision -= await self._based()
         await self.transact([], [Put(COMPACTED_KEY, b"%d" % revision)])
         try:
             await self._gateway.call("/v3/kv/compaction", {"revision": revision}, Nothing)

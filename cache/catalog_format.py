@@ -13,7 +13,8 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     h/<segment>/<store>  empty            programs on that store's node have another store's segment open
     o/<node>/<unique>  CarriedOut         a request whose change is made and whose answer the kernel may not have yet; <unique> is
                                           its number on the FUSE connection, 16 hex digits
-    c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings)
+    c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings), recovered
+                                          (Recovered), filling (there only while the catalog is filled: see `catalog_fill`)
 
 Values are msgpack arrays (msgspec `array_like` structs) whose first element is the record's format version. Readers
 refuse other versions; fields may only be appended, with a default. `unpack` checks everything it can without other
@@ -241,12 +242,33 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
     failure_domain: str = NODE_DOMAIN
 
 
-Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
+class Recovery(msgspec.Struct, array_like=True, frozen=True):
+    """A catalog was filled anew from an older state. What was at revisions after `known_to`, and before `begins_at`, it does not
+    know: shards and copies of that time may be all that is left of files. It began at `begins_at`, beyond every revision that any
+    store at hand had seen."""
+
+    id: Annotated[bytes, _ID]
+    known_to: Annotated[int, _NOT_NEGATIVE]
+    begins_at: Annotated[int, _POSITIVE]
+
+
+class Recovered(msgspec.Struct, array_like=True, frozen=True):
+    """`c/recovered`: every recovery this catalog went through, the newest last. Absent, if there was none."""
+
+    format: int
+    recoveries: Annotated[list[Recovery], msgspec.Meta(min_length=1)]
+
+    def is_unknown_time(self, revision: int) -> bool:
+        """Whether the catalog has lost what it knew at this revision."""
+        return any(recovery.known_to < revision < recovery.begins_at for recovery in self.recoveries)
+
+
+Record = TypeVar("Record", DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings, Recovered)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind)
-    for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
+    for kind in (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings, Recovered)
 }
 
 
@@ -416,6 +438,8 @@ FORMAT_KEY = b"c/format"
 INODE_BLOCK_KEY = b"c/ino"
 DIRECTORY_MOVE_KEY = b"c/dirmove"
 SETTINGS_KEY = b"c/settings"
+FILLING_KEY = b"c/filling"
+RECOVERED_KEY = b"c/recovered"
 ENTRY_PREFIX = b"d/"
 INODE_PREFIX = b"i/"
 VERSION_PREFIX = b"v/"

@@ -85,6 +85,15 @@ def log_events(connection: sqlite3.Connection, newest: int, events: list[tuple[b
     return TransactionResult(True, newest + 1)
 
 
+def skip_revisions(connection: sqlite3.Connection, revision: int) -> TransactionResult:
+    """Go on after this revision, unless the catalog is that far: a row of the log without events."""
+    newest = newest_revision(connection)
+    if newest >= revision:
+        return TransactionResult(True, newest)
+    connection.execute("INSERT INTO log VALUES(?,?)", (revision, _encode([])))
+    return TransactionResult(True, revision)
+
+
 def _holds(connection: sqlite3.Connection, known: RecordCache | None, compare: Compare) -> bool:
     if isinstance(compare, EmptyRange):
         return connection.execute(_EXISTS, (compare.prefix, prefix_end(compare.prefix))).fetchone() is None

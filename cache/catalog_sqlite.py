@@ -58,6 +58,7 @@ from ckptfs.cache.catalog_rows import (
     read_entry,
     read_log,
     read_range,
+    skip_revisions,
 )
 from ckptfs.cache.errors import CatalogCompacted, DamagedData, StoreError
 from ckptfs.cache.kept_descriptors import open_existing
@@ -244,6 +245,10 @@ class SqliteCatalog:
         return await self._transact(
             lambda connection, known: apply_changes(connection, known, compares, operations, session, changed), changed
         )
+
+    async def begin_at(self, revision: int) -> None:
+        """Have the revisions of a catalog that is being filled go on after this one. Nothing happens if they are that far."""
+        await self._transact(lambda connection, _: skip_revisions(connection, revision), {})
 
     async def end_session(self, session: str) -> int:
         """Delete every key bound to the session, at one revision; returns how many there were."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptfs.cache.catalog_format import (
+    FILLING_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
     INODE_BLOCK_KEY,
@@ -151,7 +152,7 @@ class Namespace:
         now = self.now_ns()
         root = Inode(FORMAT_VERSION, stat.S_IFDIR | 0o755, uid, gid, now, now, now, parent=ROOT_INODE)
         await self.kv.transact(
-            [Unchanged(SETTINGS_KEY, 0), Unchanged(inode_key(ROOT_INODE), 0), Unchanged(INODE_BLOCK_KEY, 0)],
+            [*(Unchanged(key, 0) for key in (SETTINGS_KEY, inode_key(ROOT_INODE), INODE_BLOCK_KEY, FILLING_KEY))],
             [
                 Put(FORMAT_KEY, pack_number(FORMAT_VERSION)),
                 Put(SETTINGS_KEY, pack(settings)),
@@ -169,6 +170,11 @@ class Namespace:
             check_format(written.value)
         entry = await self.kv.get(SETTINGS_KEY)
         if entry is None or written is None:
+            if await self.kv.get(FILLING_KEY) is not None:
+                raise StoreError(
+                    "the catalog is half filled: ckptfs import or ckptfs recover did not come to its end; run it again, and start"
+                    " no node before"
+                )
             raise StoreError("the catalog is empty: no node has formatted it")
         return unpack(Settings, entry.value)
 

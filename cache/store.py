@@ -2,14 +2,16 @@
 
 ::
 
-    store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>", "cluster": "<32 hex>"}: written by temporary name and
-                    rename, without `cluster` until its node first joined one
+    store.json      {"format": 1, "store": "<32 hex>", "node": "<node id>", "cluster": "<32 hex>", "recoveries": ["<32 hex>", …]}:
+                    written by temporary name and rename, without `cluster` until its node first joined one; `recoveries` of the
+                    catalog are those that were taken note of here
     lock            flock held by the node's processes while any of them lives
     segments/       the log: segments/<8 hex>/<32 hex>, one plain file each
     shards/         shards held for others (and for this node's own versions)
     copies/         verified local copies of versions whose home is elsewhere
     small_copies.db, agent.db, mount.db      indexes, each written by one process
     replica.db      what the catalog says, where it is on etcd
+    catalog.copy    an archive of the catalog, some minutes old, where it is a SQLite file; may be absent
     mount.notes                              changes that mount.db has not committed yet
     reserve         room kept for starting on a full drive; may be absent
     boot            the boot id of the machine when the node last ran, as in /proc; may be absent
@@ -23,6 +25,7 @@ import fcntl
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptfs.cache.errors import StoreError
@@ -83,11 +86,14 @@ def _spread_subdirectories(directory: Path) -> None:
 class StoreDirectory:
     """A store that exists and has this program's format. Attributes are paths; nothing is open."""
 
-    def __init__(self, path: Path, store_id: StoreId, node: NodeId, cluster: bytes | None = None) -> None:
+    def __init__(
+        self, path: Path, store_id: StoreId, node: NodeId, cluster: bytes | None = None, recoveries: Sequence[str] = ()
+    ) -> None:
         self.path = path
         self.store_id = store_id
         self.node = node
         self.cluster = cluster
+        self.recoveries = tuple(recoveries)
         self.segments = path / "segments"
         self.shards = path / "shards"
         self.copies = path / "copies"
@@ -98,6 +104,7 @@ class StoreDirectory:
         self.mount_db = path / "mount.db"
         self.agent_db = path / "agent.db"
         self.replica_db = path / "replica.db"
+        self.catalog_copy = path / "catalog.copy"
         self.small_copies_db = path / "small_copies.db"
         self.mount_socket = self.run / "mount.sock"
         self.agent_socket = self.run / "agent.sock"
@@ -140,6 +147,7 @@ class StoreDirectory:
             fields = json.loads(name.read_bytes())
             version, store_id, node = fields["format"], bytes.fromhex(fields["store"]), fields["node"]
             cluster = bytes.fromhex(fields["cluster"]) if "cluster" in fields else None
+            recoveries = [str(recovery) for recovery in fields.get("recoveries", ())]
         except FileNotFoundError:
             raise StoreError(
                 f"{path} holds files but no store.json: not a store; nothing was changed: use another directory"
@@ -155,7 +163,7 @@ class StoreDirectory:
             )
         if len(store_id) != ID_SIZE or not isinstance(node, str):
             raise StoreError(f"{name} names no valid store id and node; restore it from a copy")
-        return cls(path, StoreId(store_id), NodeId(node), cluster)
+        return cls(path, StoreId(store_id), NodeId(node), cluster, recoveries)
 
     def join(self, cluster: bytes, catalog: str) -> None:
         """Belong to this cluster from now on. Raises `StoreError` if the store belongs to another: `catalog` has names for other
@@ -172,10 +180,20 @@ class StoreDirectory:
                 " store was changed: bring the right catalog back, or start with an empty store"
             )
 
+    def note_recoveries(self, recoveries: Sequence[str]) -> None:
+        """Remember that these recoveries of the catalog, by their ids in hex, were taken note of. Raises `StoreError`."""
+        self.recoveries = tuple(recoveries)
+        try:
+            self._write_label()
+        except OSError as error:
+            raise StoreError(f"{self.path}/store.json can't be written: {error.strerror}") from None
+
     def _write_label(self) -> None:
-        fields = {"format": FORMAT_VERSION, "store": self.store_id.hex(), "node": self.node}
+        fields: dict[str, object] = {"format": FORMAT_VERSION, "store": self.store_id.hex(), "node": self.node}
         if self.cluster is not None:
             fields["cluster"] = self.cluster.hex()
+        if self.recoveries:
+            fields["recoveries"] = self.recoveries
         write_durably(self.path / "store.json", json.dumps(fields) + "\n", 0o600)
 
     def acquire(self) -> int:

@@ -13,7 +13,18 @@ import typer
 
 from ckptfs import __version__
 from ckptfs.cache.errors import CacheError
-from ckptfs.fs import cli_ca, cli_cluster, cli_drain, cli_flush, cli_node, cli_rebalance, cli_status, cli_verify, cli_whatif
+from ckptfs.fs import (
+    cli_archive,
+    cli_ca,
+    cli_cluster,
+    cli_drain,
+    cli_flush,
+    cli_node,
+    cli_rebalance,
+    cli_status,
+    cli_verify,
+    cli_whatif,
+)
 from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import print_json
 from ckptfs.fs.config import ConfigurationError
@@ -40,6 +51,8 @@ app.command()(cli_verify.verify)
 app.command()(cli_whatif.whatif)
 app.command()(cli_drain.drain)
 app.command()(cli_rebalance.rebalance)
+app.command()(cli_archive.export)
+app.command("import")(cli_archive.import_)
 
 
 def _print_version(wanted: bool) -> None:

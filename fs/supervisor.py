@@ -48,6 +48,7 @@ from ckptfs.fs.process_start import (
     remove_pid_file,
     start_log,
 )
+from ckptfs.fs.recovered_catalog import take_note_of_recovery
 from ckptfs.fs.run_cover import cover_if_refused, uncover
 from ckptfs.fs.space import make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
@@ -122,6 +123,8 @@ class Supervisor:
                 await check_not_older(kv, config.node.catalog, seen_revision)
                 await kv.begin_session()
             await self._join(kv, store, incarnation)
+            if handed is None:
+                await take_note_of_recovery(kv, store)
             if connection is None:
                 connection = new_connection(config, incarnation)
                 log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, incarnation)

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.catalog_kv import Entry
 from ckptfs.cache.checksum import cell_table, content_root
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.holes import Holes
@@ -97,6 +98,8 @@ class ShardHolders(Protocol):
 
 class DurableCatalog(Protocol):
     """What is needed of `cache.catalog_kv.KeyValue`."""
+
+    async def get(self, key: bytes) -> Entry | None: ...
 
     async def make_durable(self) -> None: ...
 

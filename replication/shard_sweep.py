@@ -7,7 +7,8 @@ and commits then. It goes only when it was found unnamed again and again for `UN
 take from the one to the other.
 
 All of this stands on the catalog having every version it ever had. One that was replaced, or restored to an earlier state,
-hasn't: then nothing is removed, ever, before an operator has looked.
+hasn't: then nothing is removed, ever, before an operator has looked. One that was recovered says which time it doesn't know: what
+is of that time stays.
 """
 
 import contextlib
@@ -19,7 +20,14 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from ckptfs.cache.catalog_format import ShardLayout, Version, VersionState
+from ckptfs.cache.catalog_format import (
+    RECOVERED_KEY,
+    Recovered,
+    ShardLayout,
+    Version,
+    VersionState,
+    unpack,
+)
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.agent_db import AgentDatabase
@@ -36,7 +44,9 @@ UNNAMED_SECONDS = 24 * 3600.0
 PAGE_COUNT = 500
 FACT = "catalog"
 WENT_BACK = "went back"
-"""Kept, for its revisions will pass those of the catalog that was before it."""
+"""Kept, for its revisions will pass those of the catalog that was before it. Empty: that was settled by a recovery."""
+RECOVERED = "recovered"
+"""The id of the catalog's newest recovery that is known here."""
 
 
 class FoundVersions(Protocol):
@@ -47,11 +57,13 @@ class FoundVersions(Protocol):
 
 @dataclass
 class SweepStatistics:
-    """What was removed since the start; `refused` says why nothing is removed, or is empty."""
+    """What was removed since the start; `refused` says why nothing is removed, or is empty. `kept_of_unknown_time`: shards and
+    copies, as of the last sweep, that may be of files a recovered catalog doesn't know."""
 
     shards_removed: int = 0
     partials_removed: int = 0
     copies_removed: int = 0
+    kept_of_unknown_time: int = 0
     refused: str = ""
 
 
@@ -79,6 +91,8 @@ class ShardSweep:
         self._own_store = own_store
         self._cluster = cluster
         self._unnamed_seconds = unnamed_seconds
+        self._recovered: Recovered | None = None
+        self._kept = 0
         self._unnamed_since: dict[tuple[Vid, int], float] = {}
         self._limiter = trio.CapacityLimiter(1)
 
@@ -93,11 +107,14 @@ class ShardSweep:
         revision = await self._known_catalog()
         if revision is None:
             return
+        self._kept = 0
         still_unnamed: set[tuple[Vid, int]] = set()
         after: tuple[bytes, int] = (b"", -1)
         while rows := await self._in_thread(self._shards.list, after, PAGE_COUNT):
             after = (rows[-1].vid, rows[-1].index)
             gone = [(row.vid, row.index) for row in rows if not await self._is_wanted(row.vid, row.index, still_unnamed)]
+            if self._recovered is not None:
+                gone = [key for key in gone if not await self._is_unknown(key[0], await self._in_thread(self._revision_of, *key))]
             self.statistics.shards_removed += await self._remove(gone, lambda keys: self._remove_shards(keys, revision))
         for vid, index in await self._in_thread(self._shards.partials):
             if await self._versions.version(vid) is None:
@@ -105,9 +122,14 @@ class ShardSweep:
         last = b""
         while copies := await self._in_thread(self._copies.list, last, PAGE_COUNT):
             last = copies[-1].vid
-            old = [copy.vid for copy in copies if copy.revision <= revision]
-            unwanted = [(vid, -1) for vid in old if not await self._is_wanted(vid, -1, still_unnamed)]
+            old = [copy for copy in copies if copy.revision <= revision]
+            unwanted = [
+                (copy.vid, -1)
+                for copy in old
+                if not await self._is_wanted(copy.vid, -1, still_unnamed) and not await self._is_unknown(copy.vid, copy.revision)
+            ]
             self.statistics.copies_removed += await self._remove(unwanted, self._remove_copies)
+        self.statistics.kept_of_unknown_time = self._kept
         self._unnamed_since = {key: since for key, since in self._unnamed_since.items() if key in still_unnamed}
 
     async def knows_catalog(self) -> bool:
@@ -142,9 +164,10 @@ class ShardSweep:
         """The catalog's revision, if it is the one this store has always known, and has not gone back."""
         revision = await self._kv.revision()
         await self._kv.make_durable()  # so that no power cut can make it less
+        await self._note_recovery()
         known = await self._in_thread(self._index.fact, FACT)
         went_back = await self._in_thread(self._index.fact, WENT_BACK)
-        if went_back is not None:
+        if went_back:
             self.statistics.refused = went_back.decode()
         elif known is not None:
             cluster, _, newest = known.partition(b" ")
@@ -164,6 +187,37 @@ class ShardSweep:
         with contextlib.suppress(sqlite3.OperationalError):  # a full drive has room for it again when what nobody needs is gone
             await self._in_thread(self._index.set_fact, FACT, b"%b %d" % (self._cluster.hex().encode(), revision))
         return revision
+
+    async def _note_recovery(self) -> None:
+        """A recovery is what an operator does about a catalog that went back."""
+        entry = await self._kv.get(RECOVERED_KEY)
+        if entry is None:
+            return
+        self._recovered = unpack(Recovered, entry.value)
+        newest = self._recovered.recoveries[-1]
+        if await self._in_thread(self._index.fact, RECOVERED) != newest.id:
+            logger.warning("catalog-recovered id=%s known_to=%d", newest.id.hex(), newest.known_to)
+            with contextlib.suppress(sqlite3.OperationalError):  # full: the next time
+                await self._in_thread(self._index.set_fact, WENT_BACK, b"")
+                await self._in_thread(self._index.set_fact, RECOVERED, newest.id)
+            self.statistics.refused = ""
+
+    async def _is_unknown(self, vid: Vid, revision: int) -> bool:
+        """Whether it is of a time the catalog doesn't know, and of no version it knows."""
+        if self._recovered is None or not self._recovered.is_unknown_time(revision):
+            return False
+        if await self._versions.version(vid) is not None:
+            return False
+        self._kept += 1
+        return True
+
+    def _revision_of(self, vid: Vid, index: int) -> int:
+        """As its footer says; 0 if it can't be read, which `_remove_shards` finds too."""
+        try:
+            with self._shards.open(vid, index) as reader:
+                return reader.footer.revision
+        except (ShardNotFound, ShardDamaged):
+            return 0
 
     async def _is_wanted(self, vid: Vid, index: int, still_unnamed: set[tuple[Vid, int]]) -> bool:
         """Whether shard `index`, or the copy (-1), must stay."""

@@ -18,6 +18,8 @@ from ckptfs.cache.catalog_format import (
     DirectoryEntry,
     DirectoryTimes,
     Inode,
+    Recovered,
+    Recovery,
     Session,
     Settings,
     Shard,
@@ -149,8 +151,9 @@ VECTORS: dict[str, tuple[Any, str]] = {
     "session": (Session(1, S, 42), "9301c410535353535353535353535353535353532a"),
     "carried out": (CarriedOut(1, 42), "92012a"),
     "settings": (Settings(1, b"C" * 16, 4, 2, 1 << 20), "9601c410434343434343434343434343434343430402ce00100000a46e6f6465"),
+    "recovered": (Recovered(1, [Recovery(b"R" * 16, 7, 1000)]), "92019193c4105252525252525252525252525252525207cd03e8"),
 }
-KINDS: tuple[Any, ...] = (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings)
+KINDS: tuple[Any, ...] = (DirectoryEntry, DirectoryTimes, Inode, Version, Store, Session, CarriedOut, Settings, Recovered)
 
 
 @pytest.mark.parametrize("name", VECTORS)

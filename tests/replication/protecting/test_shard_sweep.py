@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import trio
 
-from ckptfs.cache.catalog_format import Shard, VersionState
+from ckptfs.cache.catalog_format import RECOVERED_KEY, Recovered, Recovery, Shard, VersionState, pack
+from ckptfs.cache.catalog_kv import Put
 from ckptfs.cache.checksum import cell_hash
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.cache.versions import RepairedCommit
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
-from ckptfs.replication.shard_sweep import FACT, ShardSweep
+from ckptfs.replication.shard_sweep import FACT, WENT_BACK, ShardSweep
 from ckptfs.replication.small_copies import SmallCopy
 
 pytestmark = pytest.mark.slow
@@ -140,6 +141,31 @@ async def test_a_shard_from_a_later_revision_than_the_catalog_has_stays(cluster:
     later = put_shard(node, b"l" * 16, revision=await node.kv.revision() + 1000)
     await node.running.sweep.sweep()
     assert later.exists()
+
+
+async def test_a_recovered_catalog_takes_nothing_of_the_time_it_does_not_know(cluster: Any) -> None:
+    """And it ends that nothing was removed because the catalog went back: recovering it was how that was settled."""
+    node = cluster[0]
+    now = await node.kv.revision()
+    node.running.index.set_fact(WENT_BACK, b"the catalog went back")
+    garbage, later = put_shard(node, b"w" * 16, revision=now), put_shard(node, b"l" * 16, revision=now + 1)
+    copies = [SmallCopy(Vid(bytes([at]) * 16), InodeNumber(5), 1, b"", now + at, b"x") for at in (0, 1)]
+    node.running.small_copies.put(copies)
+    for _ in range(4):
+        await node.kv.transact([], [Put(b"c/something", b"")])
+    await node.running.sweep.sweep()
+    assert garbage.exists()
+    recovered = Recovered(1, [Recovery(b"R" * 16, now, now + 3)])
+    await node.kv.transact([], [Put(RECOVERED_KEY, pack(recovered))])
+    await node.running.sweep.sweep()
+    assert not garbage.exists()
+    assert later.exists()
+    assert [copy.vid for copy in node.running.small_copies.list()] == [copies[1].vid]
+    statistics = node.running.sweep.statistics
+    assert (statistics.shards_removed, statistics.copies_removed, statistics.kept_of_unknown_time) == (1, 1, 2)
+    node.running.index.set_fact(WENT_BACK, b"again")
+    await node.running.sweep.sweep()
+    assert node.running.sweep.statistics.refused == "again", "one recovery settles it once"
 
 
 async def test_an_agent_sweeps_by_itself(cluster: Any) -> None:
