@@ -17,6 +17,7 @@ import trio
 from ckptfs.cache.catalog_format import Settings, VersionState, store_key, unpack
 from ckptfs.cache.catalog_format import Store as StoreRecord
 from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, CatalogUnavailable
 from ckptfs.cache.ids import Vid
 from ckptfs.cache.namespace import Namespace
@@ -24,6 +25,7 @@ from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import register_store, stores
 from ckptfs.cache.versions import Versions
+from ckptfs.fs.catalog_copy import COPY_SECONDS, CatalogCopy
 from ckptfs.fs.drain import Drain, NotClosed
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
@@ -90,6 +92,7 @@ class AgentSettings:
     repair_bytes_per_second_max: float = 256 << 20
     scrub_seconds: float = 7 * 86400.0
     repairs_reads: bool = True
+    catalog_copy_seconds: float = COPY_SECONDS
 
 
 async def nothing_open() -> NotClosed | None:
@@ -232,6 +235,9 @@ class Agent:
             period_seconds=settings.scrub_seconds,
             bytes_per_second_max=settings.repair_bytes_per_second_max,
         )
+        self.catalog_copy: CatalogCopy | None = None
+        if isinstance(kv, SqliteCatalog):
+            self.catalog_copy = CatalogCopy(kv, store.catalog_copy, self._threads, every_seconds=settings.catalog_copy_seconds)
         self.address = ""
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
@@ -255,7 +261,14 @@ class Agent:
             nursery.start_soon(self.read_repair.run)
             nursery.start_soon(self._sweep_again_and_again)
             nursery.start_soon(self._collect_again_and_again)
+            if self.catalog_copy is not None:
+                nursery.start_soon(self.catalog_copy.run)
             task_status.started(self.address)
+
+    async def leave(self) -> None:
+        """What is good to have done when the node ends in order; after `run` has ended, before `aclose`."""
+        if self.catalog_copy is not None:
+            await self.catalog_copy.copy_at_end()
 
     async def aclose(self) -> None:
         """Close what is open; after `run` has ended."""

@@ -136,6 +136,8 @@ async def run(config: NodeConfig, incarnation: int) -> None:
             await nursery.start(serve, store.agent_socket, AgentRequests(agent).answer)
             is_ready(store.run, "agent")
             log.info("agent_ready store=%s address=%s codec=%s", store.path, address, codec.name)
+        with trio.CancelScope(shield=True):
+            await agent.leave()
     finally:
         with trio.CancelScope(shield=True):
             await agent.aclose()

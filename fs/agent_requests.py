@@ -436,7 +436,11 @@ class AgentRequests:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"
             )
+        copy = agent.catalog_copy
+        if copy is not None and copy.statistics.error:
+            problems.append(f"the copy of the catalog in this store can't be made anew: {copy.statistics.error}")
         answer: dict[str, Any] = {
+            "catalog_copy": None if copy is None else asdict(copy.statistics),
             "store": agent.store.store_id.hex(),
             "node": agent.store.node,
             "address": agent.address,
