@@ -37,6 +37,11 @@ NO_SEGMENT = SegmentId(bytes(ID_SIZE))
 """The segment of a protected version that has none any more: a later version carried its backing file on, in place. Its bytes
 exist only as shards. No segment is ever created under this id."""
 
+NO_STORE = StoreId(bytes(ID_SIZE))
+"""The holder of a shard that nobody has, of a version that was recovered: repair makes it and finds it one."""
+
+UNKNOWN_ROOT = bytes(ID_SIZE)
+"""The root of such a shard: it is what follows from the content, which the content's own root proves."""
 
 _ID = msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)
 _NOT_NEGATIVE = msgspec.Meta(ge=0)

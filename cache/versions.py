@@ -14,6 +14,7 @@ from ckptfs.cache.catalog_format import (
     BLOCKS_UNKNOWN,
     FORMAT_VERSION,
     NO_SEGMENT,
+    UNKNOWN_ROOT,
     Inode,
     Shard,
     ShardLayout,
@@ -400,10 +401,11 @@ class Versions:
         """Record the shards' new holders. False, and nothing is changed, if the version was replaced or its shards got other
         holders meanwhile, or if a new holder's record has changed: what the repair stored is garbage then.
 
-        Precondition: every new holder has durably stored exactly the root the shard had before; another is a `ValueError`.
+        Precondition: every new holder has durably stored exactly the root the shard had before; another is a `ValueError`, unless
+        that was unknown.
         """
         for index, shard in repaired.moved.items():
-            if repaired.before[index].root != shard.root or shard.store not in repaired.store_revisions:
+            if repaired.before[index].root not in (shard.root, UNKNOWN_ROOT) or shard.store not in repaired.store_revisions:
                 raise ValueError(f"shard {index} got another root, or a holder whose record wasn't read")
 
         async def attempt() -> bool:

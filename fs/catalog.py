@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.fs.config import ConfigurationError, EtcdSection, NodeConfig
+from ckptfs.fs.config import SQLITE_SCHEME, ConfigurationError, EtcdSection, NodeConfig, NodeSection, etcd_place
 from ckptfs.fs.space import catalog_reserve_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +84,13 @@ def _password(etcd: EtcdSection) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigurationError(f"etcd.password_file: {etcd.password_file} can't be read: {reason}") from None
+
+
+def place_of(catalog: str) -> NodeConfig:
+    """The configuration of who only wants to open that catalog. Raises `ConfigurationError`."""
+    if etcd_place(catalog) is None and not catalog.startswith(SQLITE_SCHEME + "/"):
+        raise ConfigurationError(f'{catalog!r}: must be "sqlite:////absolute/path" or "etcd://host:2379/name"')
+    return NodeConfig(NodeSection("none", "/nonexistent", "/nonexistent", catalog))
 
 
 async def check_not_older(catalog: "EtcdCatalog", location: str, seen_revision: int) -> None:

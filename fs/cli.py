@@ -21,6 +21,7 @@ from ckptfs.fs import (
     cli_flush,
     cli_node,
     cli_rebalance,
+    cli_recover,
     cli_status,
     cli_verify,
     cli_whatif,
@@ -53,6 +54,7 @@ app.command()(cli_drain.drain)
 app.command()(cli_rebalance.rebalance)
 app.command()(cli_archive.export)
 app.command("import")(cli_archive.import_)
+app.command()(cli_recover.recover)
 
 
 def _print_version(wanted: bool) -> None:

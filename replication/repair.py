@@ -7,7 +7,7 @@ the old one may still have is garbage then. Nothing is removed here.
 Stripe by stripe: the content is read, every cell of it proved by the content's table, and encoded again; where too few shards
 are right, from the home's segment, if that is. A shard gets its footer, without which it is nothing, only if its table gives
 the root that was acknowledged when the version became protected. So repair never changes a shard, it brings the same one back;
-one that can't be brought back is reported.
+one that can't be brought back is reported. Only of a shard that was missing when its file was recovered no root is known.
 
 A shard that is to leave a store which still answers is copied from there, each cell proved by the shard's table; what can't be
 had so is made of the others.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import trio
 
-from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.catalog_format import UNKNOWN_ROOT, Shard, ShardLayout, StoreState, Version, VersionState
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.versions import RepairedCommit
@@ -82,11 +82,13 @@ async def at_once(size_bytes: int) -> None:
 
 @dataclass
 class _Lane:
-    """One shard that is rebuilt. `store` is where it is put in this round. `table` is that of its cells, once it is proved."""
+    """One shard that is rebuilt. `store` is where it is put in this round. `table` is that of its cells, once it is proved;
+    `root` is what its holder acknowledged."""
 
     index: int
     store: StoreId
     table: bytes | None = None
+    root: bytes | None = None
     hashes: bytearray = field(default_factory=bytearray)
     next_stripe: int = 0
     sink: ShardSink | None = None
@@ -210,7 +212,8 @@ class Repairer:
         async def finish(lane: _Lane) -> None:
             assert lane.sink is not None
             assert lane.table is not None
-            if await lane.sink.finish(lane.table, content.table) != version.shards[lane.index].root:
+            lane.root = await lane.sink.finish(lane.table, content.table)
+            if lane.root != shard_root_of(content, lane.index, lane.table):
                 raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
             lane.done = True
 
@@ -358,7 +361,7 @@ class Repairer:
     @staticmethod
     def _require_root(content: StripedContent, lane: _Lane) -> None:
         assert lane.table is not None
-        if shard_root_of(content, lane.index, lane.table) != content.version.shards[lane.index].root:
+        if content.version.shards[lane.index].root not in (shard_root_of(content, lane.index, lane.table), UNKNOWN_ROOT):
             lane.give_up("what follows from the other shards is not the shard that was acknowledged")
 
     @staticmethod
@@ -467,10 +470,10 @@ class Repairer:
 
     async def _record(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
         """Name the new holders, all or none. Raises `VersionReplaced`."""
-        moving = [lane for lane in lanes if lane.done and lane.store != version.shards[lane.index].store]
+        moving = [lane for lane in lanes if lane.done and _shard_of(lane, version) != version.shards[lane.index]]
         if not moving:
             return
-        moved = {lane.index: Shard(lane.store, version.shards[lane.index].root) for lane in moving}
+        moved = {lane.index: _shard_of(lane, version) for lane in moving}
         found = {lane.store: self._members.member(lane.store) for lane in moving}
         revisions = {store: member.revision for store, member in found.items() if member and member.state is StoreState.IN}
         if len(revisions) == len(found) and await self._versions.commit_repaired(
@@ -514,3 +517,7 @@ class Repairer:
             report.ino, report.result, report.repaired, report.damaged, report.missing, report.unreachable,
         )  # fmt: skip
         return report
+
+
+def _shard_of(lane: _Lane, version: Version) -> Shard:
+    return Shard(lane.store, lane.root or version.shards[lane.index].root)

@@ -379,3 +379,15 @@ class SmallCopies:
         if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONLY):
             self._failed = f"{message}; replace the drive"  # a failed sync is final, as for shards
         return StoreFailed(self._failed or message)
+
+
+def right_copies(path: Path) -> Iterator[HeldCopy]:
+    """The copies that fit their hash, of a database that nobody uses, which may be damaged; one may come twice. Changes nothing.
+
+    Raises `sqlite3.Error` for what is no such database.
+    """
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)) as database:
+        database.text_factory = bytes
+        for row in readable_rows(database, "copies", _COLUMNS):
+            if tuple(map(type, row)) == _TYPES and _is_right(row[0], row[5], row[2], row[7]):
+                yield HeldCopy(*row[:7])
