@@ -61,7 +61,8 @@ class FileContent:
         except OSError:
             await self._namespace.unlink(parent, name)
             raise
-        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, inode.made_ns, path_hint=name)
+        path = self._open_files.paths.path(parent, name)
+        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, inode.made_ns, path_hint=path)
         self._open_files.add(file)
         return file, inode
 

@@ -377,11 +377,12 @@ class FileOperations:
         if version is not None and version.home == self._store and (file is None or file.segment != version.segment):
             self._reclaimer.segment(version.segment, at_once=False)
 
-    def renamed(self, ino: InodeNumber, name: bytes) -> None:
-        """Keep the hint of a file in use up to date."""
+    def renamed(self, ino: InodeNumber, parent: InodeNumber, name: bytes) -> None:
+        """Keep the hint of a file in use up to date, and where a directory is known to be."""
+        self._open_files.paths.moved(ino, parent, name)
         file = self._open_files.get(ino)
         if file is not None:
-            file.path_hint = name
+            file.path_hint = self._open_files.paths.path(parent, name)
         self._growing.renamed(ino)
 
     def removed(self, removed: Removed) -> None:

@@ -234,7 +234,7 @@ class MountProcess:
             return repeats.was_carried_out(unique) or open_files.handle(unique) is not None
 
         nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
-        names = NameOperations(namespace, view, content, files, nameless, removed, repeats)
+        names = NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
         handlers = names.handlers() | files.handlers() | inodes.handlers()
         self._descriptors = DescriptorRoom(open_files.file_count, lambda: settler.waiting_count, settler.hurry)

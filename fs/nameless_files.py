@@ -79,7 +79,8 @@ class NamelessFiles:
                 return await self._namespace.link(ino, parent, name)
             await self._open_files.sync(file, with_name=True)
             named = await self._namespace.name_file(Created(ino, file.orphan, file.vid), file.segment, parent, name)
-            file.orphan, file.state, file.path_hint, file.durable_vid = None, FileState.OPEN, name, file.vid
+            file.orphan, file.state, file.durable_vid = None, FileState.OPEN, file.vid
+            file.path_hint = self._open_files.paths.path(parent, name)
             file.generation += 1
             self._database.put_file(self._open_files.row(file))
         if not file.writers:

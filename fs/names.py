@@ -15,6 +15,7 @@ from ckptfs.cache.namespace import DirectoryItem, Namespace
 from ckptfs.cache.rename import RenameFlags
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.directory_paths import DirectoryPaths
 from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
@@ -39,6 +40,7 @@ class NameOperations:
         nameless: NamelessFiles,
         removed: RemovedInodes,
         repeats: Repeats,
+        paths: DirectoryPaths,
     ) -> None:
         self._namespace = namespace
         self._view = view
@@ -46,6 +48,7 @@ class NameOperations:
         self._files = files
         self._nameless = nameless
         self._removed = removed
+        self._paths = paths
         self._once = repeats.once
         self._listings: dict[int, list[DirectoryItem]] = {}
         self._next_listing = namespace.now_ns()  # no number of an earlier daemon, whose listings the kernel may still read from
@@ -73,7 +76,10 @@ class NameOperations:
         }
 
     async def lookup(self, header: RequestHeader, body: memoryview) -> bytes:
-        ino, inode = await self._namespace.lookup(InodeNumber(header.nodeid), bytes(body[:-1]))
+        parent, name = InodeNumber(header.nodeid), bytes(body[:-1])
+        ino, inode = await self._namespace.lookup(parent, name)
+        if inode.is_directory and name not in (b".", b".."):
+            self._paths.note(ino, parent, name)
         return await self._view.entry(ino, inode)
 
     async def forget(self, header: RequestHeader, body: memoryview) -> None:
@@ -120,6 +126,7 @@ class NameOperations:
         name = bytes(body[fuse.MKDIR_IN.size : -1])
         parent = InodeNumber(header.nodeid)
         ino, inode = await self._namespace.make_directory(parent, name, mode, header.uid, header.gid, umask)
+        self._paths.note(ino, parent, name)
         return await self._view.entry(ino, inode)
 
     async def symlink(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -172,7 +179,7 @@ class NameOperations:
         if renamed.replaced is not None:
             await self._files.replaced(renamed.replaced)
         self._files.ended(renamed.dead)
-        self._files.renamed(renamed.ino, new)
+        self._files.renamed(renamed.ino, InodeNumber(directory), new)
         return b""
 
     async def opendir(self, header: RequestHeader, body: memoryview) -> bytes:
@@ -233,5 +240,7 @@ class NameOperations:
                 parts.append(_NO_ENTRY)
             else:
                 parts.append(await self._view.entry(item.ino, inode))
+                if inode.is_directory:
+                    self._paths.note(item.ino, InodeNumber(header.nodeid), item.name)
             parts.append(record)
         return b"".join(parts)

@@ -21,6 +21,7 @@ from ckptfs.cache.ids import InodeNumber, SegmentId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileRow, FileState, HandleRow, MountDatabase, RemoteRow
 from ckptfs.cache.segments import NO_DESCRIPTOR, Segments
 from ckptfs.fs.backing import BackingFiles
+from ckptfs.fs.directory_paths import DirectoryPaths
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ class OpenFiles:
         self._backing = backing
         self._on_refused = on_refused
         self._on_use = on_use
+        self.paths = DirectoryPaths()
+        """For the hints of files in use."""
         self._files: dict[InodeNumber, FileInUse] = {}
         self._handles: dict[int, Handle] = {}
         self._locks: dict[InodeNumber, trio.Lock] = {}

@@ -393,6 +393,9 @@ class _Recovery:
             else:
                 reason = f"saved after the state, and {best.useful(best.holders)} of {best.needed} shards are left"
                 self._report.lost.append(Trouble(shown(best.path_hint), reason))
+        for found in later:  # of a file the state knows, it knows the path
+            if found.ino in self._places:
+                found.path_hint = self._path_of(found.ino)
         # The newest of those with one name gets it.
         for found in sorted(later, key=lambda found: (found.path_hint, -found.revision, found.vid)):
             path = await self._make_file(found)

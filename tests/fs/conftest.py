@@ -380,7 +380,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 reclaimer,
                 holds,
                 files,
-                NameOperations(namespace, view, content, files, nameless, removed, repeats),
+                NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths),
                 InodeOperations(namespace, view, records, files, repeats, store.path),
                 repeats,
                 uniques,
