@@ -1,6 +1,7 @@
 """An archive of a running catalog, a catalog made of it, and the node that meets that for the first time."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -8,16 +9,21 @@ import pytest
 import trio
 
 from ckptfs.cache.catalog_archive import open_archive
+from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.catalog_format import RECOVERED_KEY, Recovered, Recovery, Settings, pack
 from ckptfs.cache.catalog_kv import Put
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.ids import ROOT_INODE, NodeId, StoreId
+from ckptfs.cache.checksum import cell_hash
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, new_vid
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.cli import run
 from ckptfs.fs.recovered_catalog import take_note_of_recovery
+from ckptfs.replication.agent_db import AgentDatabase
+from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_store import ShardStore
 
 CLUSTER = b"C" * 16
 
@@ -67,6 +73,55 @@ def test_what_can_not_be_exported_or_imported_is_one_line(tmp_path: Path, capsys
     assert run(["import", str(tmp_path / "archive"), "--config", config]) == 1
     assert "not a catalog archive" in capsys.readouterr().err
     assert not (tmp_path / "a.db").exists()
+
+
+def a_store(tmp_path: Path, archive: Path | None) -> StoreDirectory:
+    store = StoreDirectory.create_or_open(tmp_path / "node-7", NodeId("node-7"))
+    store.join(CLUSTER, "here")
+    if archive is not None:
+        shutil.copyfile(archive, store.catalog_copy)
+    return store
+
+
+def put_shard(store: StoreDirectory, revision: int) -> None:
+    """One of two that are needed."""
+    header = ShardHeader(new_vid(), 0, 2, 1, 4096, 8192)
+    index = AgentDatabase(store.agent_db)
+    writer = ShardStore(store.shards, index).begin(header)
+    cell = bytes(4096)
+    writer.write_cell(0, cell, cell_hash(cell))
+    writer.finish(ShardFooter(header, cell_hash(cell), 2 * cell_hash(cell), InodeNumber(99), b"run/model.pt", revision))
+    index.close()
+
+
+def test_recover_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trio.run(make_tree, tmp_path / "a.db")
+    archive, inventory, target = tmp_path / "archive", tmp_path / "inventory", f"sqlite:///{tmp_path}/new.db"
+    assert run(["export", str(archive), "--config", write_config(tmp_path, "a.db")]) == 0
+    store = a_store(tmp_path, archive)
+    put_shard(store, revision=1)
+    assert run(["recover", "inventory", str(store.path), str(inventory), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.split("\n", 1)[1])
+    assert (found["node"], found["shards"], found["cluster"]) == ("node-7", 1, CLUSTER.hex())
+    assert run(["recover", str(inventory)]) == 2
+    assert "--to CATALOG, or --config FILE" in capsys.readouterr().err
+    assert run(["recover", "inventory", str(store.path)]) == 2
+    assert run(["recover", "--to", "catalog.db", str(inventory)]) == 2
+    assert run(["recover", "--dry-run", str(inventory), str(archive)]) == 0
+    assert "nothing was changed" in capsys.readouterr().out
+    assert run(["recover", "--to", target, str(tmp_path / "nothing")]) == 1
+    assert "nothing can't be read" in capsys.readouterr().err
+    assert not (tmp_path / "new.db").exists()
+
+    put_shard(store, revision=10**6)  # saved after the archive was made, and one shard is left
+    assert run(["recover", "--to", target, str(store.path)]) == 1
+    said = capsys.readouterr()
+    assert "1 files are lost:\n  run/model.pt: saved after the state, and 1 of 2 shards are left" in said.out
+    assert "start all nodes" in said.out
+    assert "1 files are lost" in said.err
+    kv = SqliteCatalog.open(tmp_path / "new.db", writer_label="test")
+    assert trio.run(catalog_problems, kv) == []
+    trio.run(kv.aclose)
 
 
 async def test_a_node_takes_note_of_a_recovery_once(tmp_path: Path) -> None:
