@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import trio
 
-from ckptfs.cache.catalog_format import NODE_DOMAIN, Store, StoreState
+from ckptfs.cache.catalog_format import NO_STORE, NODE_DOMAIN, Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.replication.errors import PeerUnreachable, ReplicationError
 from ckptfs.replication.placement import Candidate
@@ -111,6 +111,8 @@ class Members:
 
     def name_of(self, store: StoreId) -> str:
         """What people call the store: its node, or its id where the catalog has no such store."""
+        if store == NO_STORE:
+            return "no node"
         member = self.member(store)
         return str(member.node) if member is not None else store.hex()
 

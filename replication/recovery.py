@@ -386,12 +386,13 @@ class _Recovery:
             if vid in known:
                 continue
             best = self._contents.of(vid)[0]
-            if best.revision <= self._header.revision:
+            if max(found.revision for found in self._contents.of(vid)) <= self._header.revision:
                 self._report.deleted_before += 1
             elif best.is_enough:
                 later.append(best)
             else:
                 reason = f"saved after the state, and {best.useful(best.holders)} of {best.needed} shards are left"
+                reason += "; a segment of its home may have it, which is kept"
                 self._report.lost.append(Trouble(shown(best.path_hint), reason))
         for found in later:  # of a file the state knows, it knows the path
             if found.ino in self._places:
