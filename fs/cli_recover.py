@@ -12,7 +12,7 @@ from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_
 from ckptfs.fs.config import load_config
 
 if TYPE_CHECKING:
-    from ckptfs.replication.recovery import RecoveryReport, Trouble
+    from ckptfs.replication.recovery_report import RecoveryReport, Trouble
 
 SHOWN_MAX = 20
 
@@ -113,6 +113,9 @@ def _print(report: "RecoveryReport", where: str) -> None:
             f" /.ckptfs/recovered/{report.state_revision}:"
         )
         _some(report.recovered, line)
+    if report.closed:
+        line(f"{len(report.closed)} files were closed after it, and are protected when their homes are up:")
+        _some(report.closed, line)
     if report.holders_changed:
         line(f"{report.holders_changed} files have shards elsewhere than the state says; that is put right")
     if report.segments_unproved:

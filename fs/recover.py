@@ -16,7 +16,8 @@ from ckptfs.cache.ids import ID_SIZE
 from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig
 from ckptfs.replication.inventory import MAGIC, Inventory, pack_inventory, take_inventory, unpack_inventory
-from ckptfs.replication.recovery import RecoveryReport, State, rebuild
+from ckptfs.replication.recovery import State, rebuild
+from ckptfs.replication.recovery_report import RecoveryReport
 
 
 class Sources(NamedTuple):

@@ -21,7 +21,7 @@ from ckptfs.cache.catalog_snapshot import of_replica
 from ckptfs.cache.checksum import cell_hash
 from ckptfs.cache.errors import CacheError, DamagedData, StoreError
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, SegmentId, StoreId, Vid
-from ckptfs.cache.mount_db import CATALOG_FACT
+from ckptfs.cache.mount_db import CATALOG_FACT, FileState
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.replication.errors import ShardDamaged, ShardNotFound
@@ -70,6 +70,15 @@ class FoundSegment(msgspec.Struct, array_like=True, frozen=True):
     mtime_ns: int
 
 
+class FoundClosed(msgspec.Struct, array_like=True, frozen=True):
+    """One file that was closed and hashed here, and waits for protection, as `mount.db` says: its bytes are in that segment."""
+
+    vid: Annotated[Vid, _ID]
+    ino: InodeNumber
+    segment: Annotated[SegmentId, _ID]
+    path_hint: bytes
+
+
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """What one store holds. `cluster` is None before its node first joined one; `seen_revision` is one the catalog had, 0 if none
     was noted. `archive` is the newest state of the catalog that lies there, as an archive, or empty; `archive_source` where it
@@ -84,6 +93,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     shards: list[FoundShard]
     copies: list[FoundCopy]
     segments: list[FoundSegment]
+    closed: list[FoundClosed]
     damaged: int
     archive: bytes
     archive_source: str
@@ -130,6 +140,7 @@ def take_inventory(path: Path) -> Inventory:
     shards, damaged = _shards(store.shards)
     trouble: list[str] = []
     archive, source = _newest_state(store, trouble)
+    seen_revision, closed = _noted_by_mount(store.mount_db, trouble)
     copies: list[FoundCopy] = []
     if store.small_copies_db.exists():
         try:
@@ -142,10 +153,11 @@ def take_inventory(path: Path) -> Inventory:
         node=store.node,
         directory=str(path.absolute()),
         cluster=store.cluster,
-        seen_revision=_seen_revision(store.mount_db),
+        seen_revision=seen_revision,
         shards=shards,
         copies=copies,
         segments=list(_segments(store.segments)),
+        closed=closed,
         damaged=damaged,
         archive=archive,
         archive_source=source,
@@ -210,14 +222,20 @@ def _newest_state(store: StoreDirectory, trouble: list[str]) -> tuple[bytes, str
     return data, source
 
 
-def _seen_revision(mount_db: Path) -> int:
-    """A revision that the catalog has had, as the node has noted it; 0 if that can't be read."""
-    with contextlib.suppress(sqlite3.Error, ValueError, OSError):
-        if mount_db.exists():
-            with closing(sqlite3.connect(f"{mount_db.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-                row = connection.execute("SELECT value FROM fact WHERE name=?", (CATALOG_FACT,)).fetchone()
-                return int(row[0]) if row else 0
-    return 0
+def _noted_by_mount(mount_db: Path, trouble: list[str]) -> tuple[int, list[FoundClosed]]:
+    """A revision that the catalog has had, 0 if none is known, and the files that wait for protection."""
+    if not mount_db.exists():
+        return 0, []
+    try:
+        with closing(sqlite3.connect(f"{mount_db.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT value FROM fact WHERE name=?", (CATALOG_FACT,)).fetchone()
+            waiting = connection.execute(
+                "SELECT vid, ino, segment, path_hint FROM file WHERE state=?", (int(FileState.LOCAL),)
+            ).fetchall()
+            return int(row[0]) if row else 0, [FoundClosed(*one) for one in waiting]
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        trouble.append(f"{mount_db} can't be read ({error}): what was closed last and never protected is not known")
+        return 0, []
 
 
 def state_header(inventory: Inventory) -> ArchiveHeader | None:

@@ -6,6 +6,8 @@ What the state knows stays as it says, but for what the shards prove to have hap
 - A version whose shards have other holders now is given those.
 - A version the state doesn't know: if its shards were sent at a revision the state has passed, it was deleted before that, and is
   left alone. If later, the state can't know it: it becomes a file below `/.ckptfs/recovered/<revision of the state>/`.
+- What was closed after the state and never protected is in a segment of its home, whose `mount.db` has a row of it: it becomes
+  such a file too, being written there, so that its home seals and protects it.
 - A segment is only believed to be what the state says of it if it has the size and the time that are written there: its file may
   have been written since. Others are marked as damaged; `verify` clears the mark of those that are right.
 
@@ -36,7 +38,9 @@ from ckptfs.cache.catalog_format import (
     StoreState,
     Version,
     VersionState,
+    Writer,
     entry_of_key,
+    inode_key,
     inode_of_key,
     pack,
     pack_number,
@@ -49,12 +53,13 @@ from ckptfs.cache.catalog_format import (
 from ckptfs.cache.catalog_kv import OPERATIONS_MAX, Put
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.errors import NameExists, NoSuchName, StoreError
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
-from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.store_registry import stores
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 from ckptfs.replication.found_content import FoundContent, FoundContents
 from ckptfs.replication.inventory import FoundSegment, Inventory
+from ckptfs.replication.recovery_report import RecoveryReport, Trouble, shown
 
 RECOVERED_DIRECTORY = (b".ckptfs", b"recovered")
 DATA_SHARDS, PARITY_SHARDS, CELL_SIZE = 4, 2, 1 << 20
@@ -67,35 +72,6 @@ class State(NamedTuple):
     header: ArchiveHeader
     records: Iterable[Record]
     source: str
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """A file, by its path, and what is wrong with it."""
-
-    path: str
-    reason: str
-
-
-class RecoveryReport(msgspec.Struct):
-    """What was found, and what became of it. Paths have no leading slash where only a shard's footer knows them."""
-
-    cluster: str
-    state_source: str
-    state_revision: int
-    stores: list[str]
-    stores_not_given: list[str]
-    files: int = 0
-    bytes: int = 0
-    became_protected: int = 0
-    holders_changed: int = 0
-    recovered: list[str] = []
-    recovered_bytes: int = 0
-    deleted_before: int = 0
-    segments_unproved: int = 0
-    damaged_shards: int = 0
-    lost: list[Trouble] = []
-    waiting: list[Trouble] = []
-    trouble: list[str] = []
 
 
 class Rebuilt(NamedTuple):
@@ -197,6 +173,7 @@ class _Recovery:
             (inventory.store, found.segment): found for inventory in inventories for found in inventory.segments
         }
         self._places: dict[InodeNumber, tuple[InodeNumber, bytes]] = {}
+        self._contents_used: set[Vid] = set()
 
     async def run(self) -> None:
         await self._skip_inodes()
@@ -212,6 +189,7 @@ class _Recovery:
                 if version.state is state and await self._became_protected(vid, version):
                     self._report.became_protected += 1
         await self._recover_unknown(versions.keys())
+        await self._recover_closed({*versions, *self._contents_used}, versions)
         await self._check_known()
 
     async def _entry(self, key: bytes) -> Any:
@@ -399,30 +377,67 @@ class _Recovery:
                 found.path_hint = self._path_of(found.ino)
         # The newest of those with one name gets it.
         for found in sorted(later, key=lambda found: (found.path_hint, -found.revision, found.vid)):
-            path = await self._make_file(found)
+            holder = next(iter(found.holders.values())).store
+            namespace = Namespace(self._catalog, holder, 0, self._now_ns, make_vid=lambda vid=found.vid: vid)  # type: ignore[misc]
+            hint = found.path_hint or b"unnamed-%d" % found.ino
+            created, path = await self._make_file(namespace, hint, found.revision, NO_SEGMENT)
+            versions = Versions(self._catalog, holder, 0, self._now_ns)
+            await self._made_local(versions, created.ino, found)
+            await self._made_protected(versions, created.ino, found)
+            self._contents_used.add(found.vid)
             self._report.recovered.append(shown(path))
             self._report.recovered_bytes += found.size
 
-    async def _make_file(self, found: FoundContent) -> bytes:
-        holder = next(iter(found.holders.values())).store
-        namespace = Namespace(self._catalog, holder, 0, self._now_ns, make_vid=lambda: found.vid)
+    async def _recover_closed(self, done: set[Vid], versions: dict[Vid, Version]) -> None:
+        named = {(version.home, version.segment): (vid, version) for vid, version in versions.items()}
+        for inventory in self._inventories:
+            for closed in inventory.closed:
+                place = (inventory.store, closed.segment)
+                if closed.vid in done or place not in self._segments:
+                    continue
+                vid, version = named.get(place, (None, None))
+                if vid is not None and version is not None:  # it was written in place
+                    now = await Versions(self._catalog, inventory.store, 0, self._now_ns).version(vid)
+                    if now is None or now.state is not VersionState.PROTECTED:
+                        await self._go_on_writing(inventory.store, version.ino, vid)
+                        continue
+                    released = msgspec.structs.replace(now, segment=NO_SEGMENT, damaged=False)
+                    await self._catalog.transact([], [Put(version_key(vid), pack(released))])
+                namespace = Namespace(self._catalog, inventory.store, 0, self._now_ns)
+                hint = self._path_of(closed.ino) if closed.ino in self._places else closed.path_hint
+                created, path = await self._make_file(
+                    namespace, hint or b"unnamed-%d" % closed.ino, self._header.revision, closed.segment
+                )
+                record = unpack(Version, (await self._entry(version_key(created.vid))).value)
+                durable = msgspec.structs.replace(record, durable=True)
+                await self._catalog.transact([], [Put(version_key(created.vid), pack(durable))])
+                self._report.closed.append(shown(path))
+
+    async def _go_on_writing(self, home: StoreId, ino: InodeNumber, vid: Vid) -> None:
+        """The state's local version is no more: the file goes on with what its segment holds now."""
+        inode = unpack(Inode, (await self._entry(inode_key(ino))).value)
+        if inode.cur == vid and inode.open is None and inode.writer in (None, Writer(home, 0)):
+            await Versions(self._catalog, home, 0, self._now_ns).open_for_writing(ino, truncate_to_new_segment=None)
+            self._report.closed.append(shown(self._path_of(ino)))
+
+    async def _make_file(
+        self, namespace: Namespace, path_hint: bytes, revision: int, segment: SegmentId
+    ) -> tuple[Created, bytes]:
+        """A file of that path below the directory of what was recovered, being written; and the path it got."""
         root = await namespace.inode(ROOT_INODE)
-        names = [*RECOVERED_DIRECTORY, b"%d" % self._header.revision, *names_of(found)]
+        names = [*RECOVERED_DIRECTORY, b"%d" % self._header.revision, *names_of(path_hint)]
         parent, path = ROOT_INODE, b""
         for name in names[:-1]:
             parent, name = await self._directory(namespace, parent, name, root)
             path += b"/" + name
-        tries = (names[-1], *(with_suffix(names[-1], b"~%d" % (found.revision + more)) for more in range(1000)))
+        tries = (names[-1], *(with_suffix(names[-1], b"~%d" % (revision + more)) for more in range(1000)))
         for name in tries:
             try:
-                created = await namespace.create_file(parent, name, stat.S_IFREG | 0o600, root.uid, root.gid, NO_SEGMENT)
+                created = await namespace.create_file(parent, name, stat.S_IFREG | 0o600, root.uid, root.gid, segment)
             except NameExists:
                 continue
-            versions = Versions(self._catalog, holder, 0, self._now_ns)
-            await self._made_local(versions, created.ino, found)
-            await self._made_protected(versions, created.ino, found)
             self._places[created.ino] = (parent, name)
-            return path + b"/" + name
+            return created, path + b"/" + name
         raise StoreError(f"{shown(path)} has a thousand files called {shown(names[-1])}")
 
     async def _directory(self, namespace: Namespace, parent: InodeNumber, name: bytes, root: Inode) -> tuple[InodeNumber, bytes]:
@@ -439,17 +454,12 @@ class _Recovery:
             name = with_suffix(name, b"~")
 
 
-def names_of(found: FoundContent) -> list[bytes]:
+def names_of(path_hint: bytes) -> list[bytes]:
     """The names a path hint has, fit to be made: the last one is the file's."""
-    names = [name.replace(b"\0", b"?")[:200] for name in found.path_hint.split(b"/") if name not in (b"", b".", b"..")]
-    return names or [b"unnamed-%d" % found.ino]
+    names = [name.replace(b"\0", b"?")[:200] for name in path_hint.split(b"/") if name not in (b"", b".", b"..")]
+    return names or [b"unnamed"]
 
 
 def with_suffix(name: bytes, suffix: bytes) -> bytes:
     """Another name that is short enough."""
     return name[: 255 - len(suffix)] + suffix
-
-
-def shown(path: bytes) -> str:
-    """A path for people and JSON."""
-    return path.decode(errors="backslashreplace")

@@ -247,6 +247,37 @@ async def test_a_segment_that_was_written_since_is_not_taken_for_what_it_was(clu
 
 
 @slow
+async def test_what_was_closed_after_the_state_and_never_protected_goes_on_at_its_home(cluster: Any) -> None:
+    """A new file, and two that were written again in place: one had shards, the other only this segment."""
+    node = cluster[0]
+    safe = await protected(node, "safe", content_of())
+    local = await node.save("local", content_of(), wake=False)
+    node.mount_db.remove_files([local.ino])
+    await node.running.catalog_copy.copy()
+    await cluster.down(1, 2, 3, 4, 5)
+    new = await node.save("new", content_of(), wake=False)
+    again = await node.rewrite(safe, content_of(), wake=False)
+    only = await node.rewrite(local, content_of(), wake=False)
+    await lose_catalog(cluster)
+    report = await recovered(cluster, *range(6))
+    below = f"/.ckptfs/recovered/{report.state_revision}"
+    assert sorted(report.closed) == [f"{below}/new", f"{below}/safe", "/local"]
+    assert report.lost == []
+    cluster = await up_again(cluster)
+    node = cluster[0]
+    assert await catalog_problems(node.kv) == []
+    assert await content_at(cluster, 1, "safe", SIZE) == safe.content
+    for path, saved in ((f"{below}/new", new), (f"{below}/safe", again), ("local", only)):
+        ino, inode = await look_up(node, path.encode())
+        version = await node.versions.version(inode.open)
+        assert (version.state, version.segment, version.durable) == (VersionState.OPEN, saved.segment, True)
+        assert inode.writer.store == version.home == node.store.store_id
+        written = await node._write(ino, inode.open, saved.segment, saved.content, path, True)  # as its mount does at start
+        await node.protected(written)
+        assert await content_at(cluster, 1, path, SIZE) == saved.content
+
+
+@slow
 async def test_inventories_serve_for_stores_of_other_machines(cluster: Any, tmp_path: Path) -> None:
     node = cluster[0]
     files = {"a": content_of(), "small": content_of(9)}
@@ -288,6 +319,7 @@ def an_inventory() -> Inventory:
         shards=[],
         copies=[],
         segments=[],
+        closed=[],
         damaged=0,
         archive=b"",
         archive_source="",
