@@ -13,7 +13,8 @@ NO_INODE = InodeNumber(0)
 @dataclass
 class FoundContent:
     """Shards, or copies, of one version that belong together: one code, one content root. `holders` has the root and the holder
-    of each shard by its index; of copies all have the same root, and indices are those in which they were found.
+    of each shard by its index; of copies all have the same root, and indices are those in which they were found. One that was
+    moved may have two holders: `everywhere` has both.
 
     The other fields are hints of the newest of them."""
 
@@ -25,6 +26,7 @@ class FoundContent:
     size: int
     root: bytes
     holders: dict[int, Shard] = field(default_factory=dict)
+    everywhere: set[tuple[int, Shard]] = field(default_factory=set)
     ino: InodeNumber = NO_INODE
     path_hint: bytes = b""
     revision: int = -1
@@ -87,6 +89,7 @@ class FoundContents:
         code = (shard.data_shards, shard.parity_shards, shard.cell_size, shard.size, shard.content_root)
         found = self._by_vid.setdefault(shard.vid, {}).setdefault(code, FoundContent(shard.vid, ShardLayout.STRIPED, *code))
         found.holders.setdefault(shard.index, Shard(store, shard.root))
+        found.everywhere.add((shard.index, Shard(store, shard.root)))
         found._hint(shard)
 
     def _add_copy(self, store: StoreId, copy: FoundCopy) -> None:

@@ -306,13 +306,14 @@ class _Recovery:
     def _holder(self, index: int, shard: Shard, found: FoundContent) -> Shard:
         """As the state says, unless that store is here and hasn't got it, and another has."""
         there = found.holders.get(index)
-        if shard.store not in self._given or there is None or there.root != shard.root:
+        is_there = (index, shard) in found.everywhere
+        if is_there or shard.store not in self._given or there is None or there.root != shard.root:
             return shard
         return there
 
     def _useful(self, version: Version, found: FoundContent) -> int:
         """How many of the shards with cells are where the version says."""
-        right = [index for index, shard in enumerate(version.shards) if found.holders.get(index) == shard]
+        right = [index for index, shard in enumerate(version.shards) if (index, shard) in found.everywhere]
         return found.useful(right)
 
     def _is_readable(self, version: Version, found: FoundContent | None) -> bool:
@@ -360,6 +361,12 @@ class _Recovery:
     async def _recover_unknown(self, known: Iterable[Vid]) -> None:
         known = set(known)
         later: list[FoundContent] = []
+        at_home = {
+            closed.vid
+            for inventory in self._inventories
+            for closed in inventory.closed
+            if (inventory.store, closed.segment) in self._segments
+        }
         for vid in self._contents:
             if vid in known:
                 continue
@@ -368,7 +375,7 @@ class _Recovery:
                 self._report.deleted_before += 1
             elif best.is_enough:
                 later.append(best)
-            else:
+            elif vid not in at_home:
                 reason = f"saved after the state, and {best.useful(best.holders)} of {best.needed} shards are left"
                 reason += "; a segment of its home may have it, which is kept"
                 self._report.lost.append(Trouble(shown(best.path_hint), reason))

@@ -278,6 +278,33 @@ async def test_what_was_closed_after_the_state_and_never_protected_goes_on_at_it
 
 
 @slow
+async def test_holders_are_those_that_have_the_shards_now(cluster: Any) -> None:
+    """One shard was moved since the state was taken, of another its old holder still has a copy."""
+    node = cluster[0]
+    saved = await protected(node, "a", content_of())
+    await node.running.catalog_copy.copy()
+    (version,) = await node.protected(saved)
+    await lose_catalog(cluster)
+
+    def path_in(number: int, index: int) -> Path:
+        vid: str = saved.vid.hex()
+        return Path(cluster.directory, f"node-{number}", "shards", vid[:2], f"{vid}.{index}")
+
+    where = [next(number for number in range(6) if path_in(number, index).exists()) for index in range(6)]
+    moved, doubled = path_in(where[1], 0), path_in(min(where[3], where[2]), max(2, 3) if where[3] > where[2] else 2)
+    os.rename(path_in(where[0], 0), moved)
+    other = 2 if where[3] < where[2] else 3
+    shutil.copyfile(path_in(where[other], other), doubled.with_name(f"{saved.vid.hex()}.{other}"))
+    report = await recovered(cluster, *range(6))
+    assert (report.holders_changed, report.lost) == (1, [])
+    cluster = await up_again(cluster)
+    now = await cluster[0].versions.version(saved.vid)
+    assert now.shards[0].store == version.shards[1].store
+    assert now.shards[1:] == version.shards[1:]
+    assert await content_at(cluster, 2, "a", SIZE) == saved.content
+
+
+@slow
 async def test_inventories_serve_for_stores_of_other_machines(cluster: Any, tmp_path: Path) -> None:
     node = cluster[0]
     files = {"a": content_of(), "small": content_of(9)}
