@@ -7,6 +7,9 @@ Tables::
                                               one row for each segment whose version isn't protected, and for each file in use
     handle(fh, ino, flags, lane)              one row for each handle the kernel holds
     remote(ino, vid, version, record)         one row for each file in use whose bytes are on another node
+    guest(store, incarnation, fh, ino)        one row for each handle that another node's program has to write a file here
+    call(store, incarnation, number, value, size_before)
+                                              one row for each such write whose outcome that node's kernel may not know
     prefix(ino, vid, segment, size, exposed_ns, path_hint)
                                               one row for each prefix of a file being written that waits for protection
 
@@ -15,7 +18,8 @@ Tables::
 opened for. `backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was,
 or is about to be, closed. `orphan` is the packed record of a file in use without a name, else empty; its row's `size` is the
 number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that
-is read and of the inode, as they were when it was opened.
+is read and of the inode, as they were when it was opened. `incarnation` and `number` are the other node's FUSE connection and its
+request; `value` is how much was written, `size_before` -1, or the size of the file before an append that may have been made.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. What concerns
 handles is committed a little later, and until then is in `mount.notes` (`row_notes`). On a drive that takes no writes any more it
@@ -39,7 +43,7 @@ from zlib import crc32
 from ckptfs.cache.boot import boot_id, booted_at_seconds
 from ckptfs.cache.drive_refusal import copy_in_memory, is_refusal, refuses_writes
 from ckptfs.cache.errors import DamagedData, StoreError
-from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.kept_descriptors import kept_descriptor
 from ckptfs.cache.reserve import hold_beyond_end
 from ckptfs.cache.row_notes import RowNotes
@@ -75,6 +79,8 @@ _NOTED = {
     "handle": "INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)",
     "closed": "DELETE FROM handle WHERE fh = ?",
     "last closed": "DELETE FROM last_handle WHERE fh = ?",
+    "call": "INSERT OR REPLACE INTO call VALUES(?, ?, ?, ?, ?)",
+    "call answered": "DELETE FROM call WHERE store = ? AND incarnation = ? AND number = ?",
 }
 """The changes that are noted first. A name never comes to mean another statement."""
 
@@ -91,6 +97,11 @@ CREATE TABLE IF NOT EXISTS prefix(
     ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, segment BLOB NOT NULL, size INTEGER NOT NULL, exposed_ns INTEGER NOT NULL,
     path_hint BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS remote(ino INTEGER PRIMARY KEY, vid BLOB NOT NULL, version BLOB NOT NULL, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS guest(
+    store BLOB, incarnation INTEGER, fh INTEGER, ino INTEGER NOT NULL, PRIMARY KEY(store, incarnation, fh)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS call(
+    store BLOB, incarnation INTEGER, number INTEGER, value INTEGER NOT NULL, size_before INTEGER NOT NULL,
+    PRIMARY KEY(store, incarnation, number)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS file_local ON file(vid) WHERE state = 2;
 CREATE VIEW IF NOT EXISTS opened AS
     SELECT *, 0 AS fh, 0 AS flags, 0 AS lane FROM file;
@@ -156,6 +167,25 @@ class RemoteRow(NamedTuple):
     vid: Vid
     version: bytes
     record: bytes
+
+
+class GuestRow(NamedTuple):
+    """One row of `guest`."""
+
+    store: StoreId
+    incarnation: int
+    fh: int
+    ino: InodeNumber
+
+
+class CallRow(NamedTuple):
+    """One row of `call`."""
+
+    store: StoreId
+    incarnation: int
+    number: int
+    value: int
+    size_before: int
 
 
 class WaitingVersion(NamedTuple):
@@ -374,6 +404,34 @@ class MountDatabase:
     def remotes(self) -> list[RemoteRow]:
         """Every row: bounded by what is in use."""
         return [RemoteRow(*row) for row in self._connection.execute("SELECT * FROM remote ORDER BY ino")]
+
+    def put_guest(self, row: GuestRow) -> None:
+        self._owe("INSERT OR REPLACE INTO guest VALUES(?, ?, ?, ?)", [row])
+
+    def remove_guest(self, row: GuestRow) -> None:
+        self._owe("DELETE FROM guest WHERE store = ? AND incarnation = ? AND fh = ?", [row[:3]])
+
+    def guests(self) -> list[GuestRow]:
+        self.settle_debts()
+        return [GuestRow._make(row) for row in self._connection.execute("SELECT * FROM guest")]
+
+    def put_call(self, row: CallRow) -> None:
+        self._note("call", row)
+
+    def remove_call(self, store: StoreId, incarnation: int, number: int) -> None:
+        self._note("call answered", (store, incarnation, number))
+
+    def remove_calls(self, store: StoreId, incarnation: int) -> None:
+        self._owe("DELETE FROM call WHERE store = ? AND incarnation = ?", [(store, incarnation)])
+
+    def calls(self) -> list[CallRow]:
+        self.settle_debts()
+        return [CallRow._make(row) for row in self._connection.execute("SELECT * FROM call")]
+
+    def forget_guests(self) -> None:
+        """What they wrote last may be gone, so none of them may go on as if it were there."""
+        self._owe("DELETE FROM guest", [()])
+        self._owe("DELETE FROM call", [()])
 
     def set_states(self, changes: Iterable[tuple[FileState, int, InodeNumber, Vid]]) -> None:
         """Set (state, size) of the rows of these inodes that have these versions."""

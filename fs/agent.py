@@ -41,7 +41,8 @@ from ckptfs.replication.members import Member, Members
 from ckptfs.replication.mend import Mender
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.pace import Pace
-from ckptfs.replication.peer_server import PeerServer
+from ckptfs.replication.peer_answers import AnswerCall
+from ckptfs.replication.peer_server import PeerServer, no_mount
 from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.read_repair import ReadRepair
@@ -119,9 +120,10 @@ class Agent:
         *,
         settle: Callable[[], Awaitable[None]] | None = None,
         not_closed: Callable[[], Awaitable[NotClosed | None]] = nothing_open,
+        answer_call: AnswerCall = no_mount,
     ) -> None:
         """`settle` has the mount seal what is closed, without waiting whether it is opened again; `not_closed` asks it what isn't
-        sealed yet."""
+        sealed yet; `answer_call` has it carry out what programs on other nodes do to files whose home is here."""
         settings = settings or AgentSettings()
         self.store = store
         self.codec = codec
@@ -181,7 +183,14 @@ class Agent:
         self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
         kept = KeptContent(store.store_id, self.versions, self.holders, self.restorer, switch_segment)
         self.server = PeerServer(
-            self.shard_store, self.small_copies, segments, kept, identity, transport, on_hurry=self._hurry_for_a_peer
+            self.shard_store,
+            self.small_copies,
+            segments,
+            kept,
+            identity,
+            transport,
+            on_hurry=self._hurry_for_a_peer,
+            answer_call=answer_call,
         )
         keepers = Keepers(self.members, kept, self.holders)
         self.raiser = CodeRaiser(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import trio
 
-from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
@@ -23,6 +23,7 @@ from ckptfs.fs.agent_requests import AgentRequests
 from ckptfs.fs.catalog import open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.drain import NotClosed
+from ckptfs.fs.home_calls import answer_from_message, as_message, seconds_max
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
 from ckptfs.fs.peer_transport import transport_of
 from ckptfs.fs.process_start import (
@@ -36,8 +37,10 @@ from ckptfs.fs.process_start import (
     write_pid_file,
 )
 from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.local_copies import CopyPlace
 from ckptfs.replication.peer_client import Mended
+from ckptfs.replication.peer_messages import HomeAnswer, HomeCall
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,17 @@ class MountTeller:
             await self._mount.call({"do": "settle"})
         except NodeNotAnswering as error:
             log.info("mount_not_told error=%s", error)
+
+    async def call(self, store: StoreId, call: HomeCall, data: memoryview) -> HomeAnswer:
+        """Have it carry out what a program on the store's node does to a file whose home is here. Raises `PeerUnreachable`."""
+        request = {"do": "call", "store": store, **as_message(call, data)}
+        try:
+            answer = await self._mount.call(request, timeout_seconds=seconds_max(call.call))
+            if answer.get("ok"):
+                return answer_from_message(answer)
+        except NodeNotAnswering as error:
+            raise PeerUnreachable(f"its mount process does not answer ({error})") from None
+        raise PeerUnreachable(f"its mount process does not do it: {answer.get('message')}")
 
     async def switch_segment(self, ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
         """Have the mount put a segment made of the copy in the place of a damaged one."""
@@ -128,6 +142,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         settings,
         settle=teller.settle,
         not_closed=teller.not_closed,
+        answer_call=teller.call,
     )
     try:
         async with trio.open_nursery() as nursery:

@@ -14,6 +14,8 @@ log has it).
     keep_free {bytes}                  local copies are released until so much is free, and no more are made than leave it free
     attributes {ino} *                 -> size, mtime_ns, blocks, as the home has them now
     read {ino, offset, length} *       -> data: bytes as the home has them now, short at the end of the file
+    call_home {home, call, data}       -> errno, value, message: what a program here does to a file whose home is that
+                                       store. Error old: that node's release takes no such calls
     verify {inos, deep, repair, paths} -> files: a report for each file there is. With `repair`, of what is right afterwards;
                                        `paths` (bytes, one for each inode) are for messages, and go as hints with shards that are
                                        made again
@@ -43,14 +45,15 @@ import trio
 
 from ckptfs.cache.catalog_format import Inode, StoreState, Version, VersionState, unpack
 from ckptfs.cache.errors import CacheError, NoSuchName
-from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.store_registry import set_state
 from ckptfs.fs.agent import Agent
+from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, label_problems, protection_problems, rebuild_problems
 from ckptfs.fs.verify_findings import VerifyFindings
-from ckptfs.replication.errors import PeerRefused, PeerUnreachable, ReplicationError, ShardDamaged, ShardNotFound
+from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, CopyRefused
 from ckptfs.replication.scrub import ScrubStatistics, scrub_problems
 from ckptfs.replication.stripe_reader import ContentDamaged
@@ -93,6 +96,7 @@ class AgentRequests:
             "keep_free": self._keep_free,
             "attributes": self._attributes,
             "read": self._read,
+            "call_home": self._call_home,
             "verify": self._verify,
             "drain": self._drain,
             "join_again": self._join_again,
@@ -187,7 +191,7 @@ class AgentRequests:
                 return {"size": size, "mtime_ns": inode.mtime_ns, "blocks": -(-size // 512)}
             if inode is not None and (version.shards or version.state is VersionState.PROTECTED):
                 return {"size": version.size, "mtime_ns": inode.mtime_ns, "blocks": -(-version.size // 512)}
-            status = await self._at_home(version, lambda: self._agent.holders.segment_status(version.home, version.segment))
+            status = await self._at_home(version.home, lambda: self._agent.holders.segment_status(version.home, version.segment))
             return {"size": status.size, "mtime_ns": status.mtime_ns, "blocks": status.blocks}
 
         return await self._current(request, ask)
@@ -210,12 +214,20 @@ class AgentRequests:
                         fetched = await self._agent.restorer.fetch(vid, version, offset, length)
                 return {"data": fetched}
             data = await self._at_home(
-                version,
+                version.home,
                 lambda: self._agent.holders.read_segment(version.home, vid, version.segment, offset, length),
             )
             return {"data": data}
 
         return await self._current(request, read)
+
+    async def _call_home(self, request: Message) -> Message:
+        home, (call, data) = StoreId(bytes(request["home"])), from_message(request)
+        try:
+            answer = await self._at_home(home, lambda: self._agent.holders.call_home(home, call, data))
+        except PeerRefused as refused:
+            return _no("old", refused.message)
+        return answer_as_message(answer)
 
     async def _current(self, request: Message, use: Callable[[Inode | None, Vid, Version], Awaitable[Message]]) -> Message:
         """Use the version a reader gets now: the one being written, else the current one. Again if it moved meanwhile.
@@ -275,28 +287,34 @@ class AgentRequests:
         except ShardNotFound as error:
             raise Gone(f"the file was removed, and its bytes are gone: {error}") from None
 
-    async def _at_home(self, version: Version, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Ask the version's home; once more if its address may be out of date. Raises `PeerUnreachable`."""
+    async def _at_home(self, home: StoreId, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Ask a file's home; once more if its address may be out of date. Raises `PeerUnreachable`, and `PeerRefused` for a home
+        whose release does not know the question."""
         members = self._agent.members
-        address = members.address_of(version.home)
+        address = members.address_of(home)
         try:
             return await ask()
         except PeerUnreachable as error:
-            members.note_failure(version.home, error)
+            members.note_failure(home, error)
             await members.refresh()
             failure: Exception = error
-            if members.address_of(version.home) != address:
+            if members.address_of(home) != address:
                 try:
                     return await ask()
                 except PeerUnreachable as again:
                     failure = again
         except PeerRefused as refused:
+            if refused.reason is RefusalReason.VERSION:
+                raise
             failure = refused
-        raise PeerUnreachable(f"only {self._home(version)} has these bytes now, and it is away: {failure}") from None
+        raise PeerUnreachable(f"only {self._name(home)} has these bytes now, and it is away: {failure}") from None
 
     def _home(self, version: Version) -> str:
-        member = self._agent.members.member(version.home)
-        return str(member.node) if member else f"the unknown store {version.home.hex()}"
+        return self._name(version.home)
+
+    def _name(self, home: StoreId) -> str:
+        member = self._agent.members.member(home)
+        return str(member.node) if member else f"the unknown store {home.hex()}"
 
     # ---- for people
 

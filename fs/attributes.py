@@ -1,7 +1,7 @@
 """What stat shows: an inode's record, and for bytes that are being written the segment itself.
 
-While this node is the writer, size, times and blocks are the segment's own; while another node is, its agent is asked and the
-kernel may keep nothing; otherwise the record has them.
+While this node is the writer, size, times and blocks are the segment's own; while another node is, its agent is asked. While
+programs of another node write it the kernel may keep nothing. Otherwise the record has them.
 """
 
 import os
@@ -77,6 +77,8 @@ class AttributeView:
                 status = os.fstat(file.descriptor)
                 size, blocks = status.st_size, status.st_blocks
                 mtime_ns, ctime_ns = inode.mtime_with(status.st_mtime_ns), inode.ctime_with(status.st_mtime_ns)
+                if file.guests:  # who write it behind this kernel's back
+                    valid = (0, 0)
             elif self.written_elsewhere(inode):
                 opened = (Vid(b""), None) if file is None else (file.vid, file.remote)
                 remote = await self._remote.attributes(ino, *opened)

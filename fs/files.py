@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from ckptfs.cache.catalog_format import Inode, Version, VersionState
-from ckptfs.cache.errors import InodeGone, NameExists, NameMoved, NoSuchName
+from ckptfs.cache.errors import HeldElsewhere, InodeGone, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.inode_changes import has_privileges
 from ckptfs.cache.mount_db import FileState, MountDatabase
@@ -29,10 +29,12 @@ from ckptfs.fs.fuse_format import Opcode, OpenFlag, RequestHeader
 from ckptfs.fs.fuse_session import Handler
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.kernel_pages import KernelPages
+from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import FileInUse, Handle, Lane, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import ContentGone
 from ckptfs.fs.remote_files import RemoteFiles
+from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.settle import Settler
 
@@ -60,6 +62,8 @@ class FileOperations:
         records: FileRecords,
         content: FileContent,
         elsewhere: RemoteFiles,
+        writing: RemoteWriting,
+        noted: NotedWrites,
         removed: RemovedInodes,
         settler: Settler,
         growing: GrowingFiles,
@@ -75,6 +79,8 @@ class FileOperations:
         self._records = records
         self._content = content
         self._elsewhere = elsewhere
+        self._writing = writing
+        self._noted = noted
         self._removed = removed
         self._settler = settler
         self._growing = growing
@@ -153,9 +159,9 @@ class FileOperations:
     async def opened(self, handle: Handle) -> bytes:
         """The answer to an open. With O_SYNC or O_DSYNC the drive's file system syncs each write in the passthrough lane; that
         the name leads to these bytes after a power cut is seen to here, before the first one."""
-        if handle.writable and handle.flags & os.O_DSYNC:
+        if handle.writable and handle.flags & os.O_DSYNC and handle.file.is_home:  # else its home has done it
             try:
-                await self._sync_durably(handle.file)
+                await self.sync_durably(handle.file)
             except OSError:
                 await self.let_go(handle)
                 raise
@@ -195,11 +201,26 @@ class FileOperations:
             return self._open_files.open_handle(header.unique, file, flags, store_row=False, serve=has_privileges(inode))
         if flags & os.O_TRUNC:
             inode = await self._records.clear_privileges(ino, inode, keeps_set_id=keeps_set_id)
+            file = self._open_files.get(ino)
         elif file is not None and file.lane is Lane.PASSTHROUGH:  # it got them meanwhile, and nobody will see who writes
             inode = await self._records.clear_privileges(ino, inode, keeps_set_id=header.uid == 0)
+        for tries_left in reversed(range(MOVED_TRIES)):
+            try:
+                if self._view.written_elsewhere(inode):
+                    return await self._open_through_home(header.unique, ino, inode, flags)
+                return await self._open_here(header.unique, ino, inode, flags)
+            except HeldElsewhere:  # another node has begun to write it, or ended, since the record was read
+                if not tries_left:
+                    raise
+            await self._namespace.kv.catch_up()
+            inode = await self._inode_to_open(ino)
+        raise AssertionError("the last try returns or raises")
+
+    async def _open_here(self, unique: int, ino: InodeNumber, inode: Inode, flags: int) -> Handle:
+        """Open for writing, with this node as the file's home. Raises `HeldElsewhere`."""
         file = await self._content.for_writing(ino, truncate=bool(flags & os.O_TRUNC))
         # Before anything waits: else it might be sealed.
-        handle = self._open_handle_for_writing(header.unique, file, flags, serve=has_privileges(inode))
+        handle = self._open_handle_for_writing(unique, file, flags, serve=has_privileges(inode))
         if flags & os.O_TRUNC:
             try:
                 await self._growing.voided(file)
@@ -210,6 +231,27 @@ class FileOperations:
             self._settler.closed(file)
         return handle
 
+    async def _open_through_home(self, unique: int, ino: InodeNumber, inode: Inode, flags: int) -> Handle:
+        """Open for writing a file that is being written on another node. Raises `HeldElsewhere` if it isn't any more."""
+        assert inode.writer is not None
+        home, writes = inode.writer.store, flags & os.O_ACCMODE != os.O_RDONLY
+        if writes:
+            await self._writing.open(home, ino, unique, flags)
+        else:  # O_RDONLY | O_TRUNC
+            await self._writing.truncate(home, ino, unique, 0)
+        try:
+            await self._namespace.kv.catch_up()
+            inode = await self._inode_to_open(ino)
+            file = await self._content.for_reading(ino, inode)
+            if writes and (inode.writer is None or inode.writer.store != home or file.is_home):
+                raise HeldElsewhere(f"inode {ino} is not written on store {home.hex()} any more")
+            file.record = inode
+            return self._open_files.open_handle(unique, file, flags, store_row=False, serve=True)
+        except BaseException:
+            if writes:
+                await self._writing.close(home, ino, unique, unique)
+            raise
+
     async def _inode_to_open(self, ino: InodeNumber) -> Inode:
         try:
             return await self._namespace.inode(ino)
@@ -218,8 +260,24 @@ class FileOperations:
 
     # Changing
 
+    async def set_size(self, unique: int, ino: InodeNumber, fh: int | None, size: int) -> None:
+        """Set the size of a file, wherever its home is, through a handle or by name."""
+        for tries_left in reversed(range(MOVED_TRIES)):
+            handle = None if fh is None else self._open_files.handle(fh)
+            inode = await self._view.current(ino)
+            try:
+                if handle is not None and not handle.file.is_home and handle.file.remote is not None:
+                    return await self._writing.truncate(handle.file.remote.home, ino, unique, size)
+                if inode.writer is not None and self._view.written_elsewhere(inode):
+                    return await self._writing.truncate(inode.writer.store, ino, unique, size)
+                return await self.truncate(ino, fh, size)
+            except HeldElsewhere:  # as in `_open`
+                if not tries_left:
+                    raise
+            await self._namespace.kv.catch_up()
+
     async def truncate(self, ino: InodeNumber, fh: int | None, size: int) -> None:
-        """Set the size of a file, through a handle or by name."""
+        """Set the size of a file whose home is this node, or is from now on. Raises `HeldElsewhere`."""
         handle = None if fh is None else self._open_files.handle(fh)
         file = self._open_files.get(ino) if handle is None else handle.file
         if file is None or file.orphan is None:
@@ -235,13 +293,21 @@ class FileOperations:
 
     async def fallocate(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, length, mode, _ = fuse.FALLOCATE_IN.unpack_from(body)
-        file = self._handle(fh).file
-        if file.segment is None:
-            raise OSError(errno.EOPNOTSUPP, "not the file's home")
-        path = self._segments.path_of(file.segment)
+        handle = self._handle(fh)
+        file = handle.file
         if header.uid:  # the kernel doesn't say it of this request: whoever isn't root takes the file's privileges by it
             with contextlib.suppress(InodeGone):
                 await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=False)
+        if file.is_home:
+            await self.allocate(file, mode, offset, length)
+        else:
+            await self._writing.allocate(handle, header.unique, mode, offset, length)
+        return b""
+
+    async def allocate(self, file: FileInUse, mode: int, offset: int, length: int) -> None:
+        """fallocate(2) of a file whose home is here."""
+        assert file.segment is not None
+        path = self._segments.path_of(file.segment)
 
         def run() -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -254,21 +320,24 @@ class FileOperations:
             raise OSError(number, os.strerror(number))
         file.generation += 1
         await self._growing.voided(file)
-        return b""
 
     async def write(self, header: RequestHeader, body: memoryview) -> bytes:
         fh, offset, size, flags, _, file_flags, _ = fuse.WRITE_IN.unpack_from(body)
         handle = self._handle(fh)
         file = handle.file
-        if not file.is_home:
-            raise OSError(errno.EBADF, "not the file's home")
         keeps_set_id = not flags & fuse.WRITE_KILL_SUIDGID
         with contextlib.suppress(InodeGone):  # removed on another node: there is no record to change
             await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=keeps_set_id)
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
-        written = await self._disk_writes.write(self._open_files.writing_descriptor(file), data, offset)
+        if not file.is_home:
+            return fuse.WRITE_OUT.pack(await self._writing.write(handle, header.unique, data, offset, file_flags), 0)
+        descriptor = self._open_files.writing_descriptor(file)
+        if file_flags & os.O_APPEND:  # this kernel doesn't know the end if programs on other nodes append too
+            written = await self._noted.append(self._noted.own(header.unique), file.ino, descriptor, data)
+        else:
+            written = await self._disk_writes.write(descriptor, data, offset)
         if file_flags & os.O_DSYNC and _is_direct(handle):  # else the kernel sends FSYNC after it
-            await self._sync_durably(file)
+            await self.sync_durably(file)
         return fuse.WRITE_OUT.pack(written, 0)
 
     # Reading
@@ -311,30 +380,45 @@ class FileOperations:
     async def release(self, header: RequestHeader, body: memoryview) -> bytes:
         handle = self._open_files.handle(fuse.RELEASE_IN.unpack_from(body)[0])
         if handle is not None:  # else let go before, by an earlier process
-            await self.let_go(handle)
+            await self.let_go(handle, header.unique)
         return b""
 
-    async def let_go(self, handle: Handle) -> None:
-        """The kernel has no use for the handle any more."""
+    async def let_go(self, handle: Handle, unique: int = 0) -> None:
+        """The kernel has no use for the handle any more; it says so with the request of that number."""
         file = handle.file
         self._open_files.close_handle(handle)
+        home = None if file.remote is None or file.is_home else file.remote.home
         if not file.handles:
             self._elsewhere.let_go(file)
-        if handle.writable and file.state is FileState.OPEN:
+        await self.after_close(file, wrote=handle.writable)
+        if handle.writable and home is not None:
+            await self._writing.close(home, file.ino, handle.fh, unique)
+
+    async def after_close(self, file: FileInUse, *, wrote: bool) -> None:
+        """One handle less, here or on another node."""
+        if wrote and file.state is FileState.OPEN:
             if not file.writers:
                 self._settler.closed(file)
             await self._growing.voided(file)
-        if not file.handles:
+        if not file.is_held:
             if file.orphan is not None:
                 await self._destroy(file)
             elif file.state is not FileState.OPEN:
                 self._open_files.let_go(file)
 
     async def fsync(self, header: RequestHeader, body: memoryview) -> bytes:
-        await self._sync_durably(self._handle(fuse.FSYNC_IN.unpack_from(body)[0]).file)
+        handle = self._handle(fuse.FSYNC_IN.unpack_from(body)[0])
+        if handle.writable and not handle.file.is_home:
+            await self._writing.sync(handle, header.unique)
+        else:
+            await self.sync_durably(handle.file)
         return b""
 
-    async def _sync_durably(self, file: FileInUse) -> None:
+    async def voided(self, file: FileInUse) -> None:
+        """Older bytes may not be shown for the file any more: see `growing`."""
+        await self._growing.voided(file)
+
+    async def sync_durably(self, file: FileInUse) -> None:
         """What fsync promises."""
         if file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
             await self._sync(file)
@@ -393,7 +477,7 @@ class FileOperations:
         file = self._open_files.get(removed.ino)
         if file is not None:
             file.generation += 1
-            if file.handles:
+            if file.is_held:
                 file.orphan, file.state = removed.inode_after, FileState.ORPHAN
                 if file.is_home:
                     self._database.put_file(self._open_files.row(file))
@@ -431,8 +515,9 @@ class FileOperations:
 
 
 def _is_direct(handle: Handle) -> bool:
-    """Whether the served lane's writes come past the page cache, which is how one that can't be mapped is written fastest."""
-    return handle.flags & os.O_ACCMODE == os.O_WRONLY
+    """Whether the served lane's writes come past the page cache, which is how one that can't be mapped is written fastest; and,
+    where the home is another node, the only way to see what others write to it now."""
+    return handle.flags & os.O_ACCMODE == os.O_WRONLY or (handle.writable and not handle.file.is_home)
 
 
 def _with_size(record: Inode, file: FileInUse) -> Inode:

@@ -85,7 +85,7 @@ class InodeOperations:
         ino = InodeNumber(header.nodeid)
         inode = await self._view.current(ino)
         if SetattrField.SIZE in fields:
-            await self._files.truncate(ino, fh if SetattrField.FH in fields else None, size)
+            await self._files.set_size(header.unique, ino, fh if SetattrField.FH in fields else None, size)
         # No field at all: chown(2) that changes neither owner nor group, or a write after which capabilities have gone.
         is_chown = bool(fields & (SetattrField.UID | SetattrField.GID))
         if not fields & ~SetattrField.ABOUT_CALLER:

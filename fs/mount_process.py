@@ -34,6 +34,7 @@ from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.cache.store_registry import stores as list_stores
 from ckptfs.cache.versions import Versions
+from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs import fusermount
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
@@ -46,9 +47,11 @@ from ckptfs.fs.file_clock import FileClock
 from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
+from ckptfs.fs.fuse_format import Notification
 from ckptfs.fs.fuse_session import FuseSession, Handler, Negotiated, not_servable
 from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.growing import GrowingFiles
+from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
@@ -56,6 +59,7 @@ from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
 from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
+from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import Handle, OpenFiles
 from ckptfs.fs.process_start import (
     be_killed_for_memory,
@@ -72,6 +76,7 @@ from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent, place_of
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
@@ -82,6 +87,7 @@ from ckptfs.fs.settle import Settler
 from ckptfs.fs.space import Space, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
 from ckptfs.fs.what_if import WhatIf
+from ckptfs.fs.writers_elsewhere import WritersElsewhere
 from ckptfs.replication.quiet_threads import QuietThreads
 
 if TYPE_CHECKING:
@@ -173,6 +179,8 @@ class MountProcess:
         reclaimer = Reclaimer(self._kv, segments, RemoteReaders(self._kv, self._live_stores))
         holds = SegmentHolds(self._kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
+        writing = RemoteWriting(open_files, remote, self._incarnation)
+        noted = NotedWrites(self._database, store.store_id, self._incarnation)
         sealer = Sealer(segments, settings.data_shards, settings.cell_size, config.protection.small_file_size_bytes)
         save_size = SaveSize()
         settler = Settler(
@@ -223,6 +231,8 @@ class MountProcess:
             records,
             content,
             elsewhere,
+            writing,
+            noted,
             removed,
             settler,
             growing,
@@ -233,6 +243,15 @@ class MountProcess:
         def was_carried_out(unique: int) -> bool:
             return repeats.was_carried_out(unique) or open_files.handle(unique) is not None
 
+        def answered(unique: int) -> None:
+            repeats.answered(unique)
+            writing.answered(unique)
+            noted.answered(noted.own(unique))
+
+        def forget_attributes(ino: InodeNumber) -> None:
+            self._session.notify(Notification.INVAL_INODE, fuse.INVAL_INODE_OUT.pack(ino, -1, 0))
+
+        self._writers_elsewhere = WritersElsewhere(open_files, segments, self._database, content, files, noted, forget_attributes)
         nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
         names = NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
@@ -246,7 +265,7 @@ class MountProcess:
             continues=not self._new_connection,
             negotiated=msgspec.json.decode(stored, type=Negotiated) if stored else None,
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
-            on_answered=repeats.answered,
+            on_answered=answered,
             on_pause=self._database.settle_debts,
         )
         if session.negotiated is not None:
@@ -281,6 +300,7 @@ class MountProcess:
             self._refusal_mark,
             self._set_back_mark,
             new_connection=self._new_connection,
+            restore_guests=self._writers_elsewhere.restore,
         )
         await recovery.run()
         await growing.begin()
@@ -303,6 +323,8 @@ class MountProcess:
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(holds.run)
             nursery.start_soon(elsewhere.keep_what_died)
+            nursery.start_soon(writing.run)
+            nursery.start_soon(self._writers_elsewhere.run)
             nursery.start_soon(growing.run)
             nursery.start_soon(self._space.run)
             nursery.start_soon(self._checkpoint_now_and_then)
@@ -440,6 +462,9 @@ class MountProcess:
                 ino, vid, before = InodeNumber(request["ino"]), Vid(request["vid"]), SegmentId(request["before"])
                 right, message = await self._segment_switch.switch(ino, vid, before, place_of(request))
                 return {"ok": right, "message": message} if right else {"ok": False, "error": "failed", "message": message}
+            case "call":
+                call, data = from_message(request)
+                return answer_as_message(await self._writers_elsewhere.call(StoreId(bytes(request["store"])), call, data))
             case "settle":
                 self._settler.hurry()
                 return {"ok": True}
@@ -513,6 +538,7 @@ class MountProcess:
             "unprotected_files": closed.files + opened.files,
             "oldest_unprotected_seconds": oldest,
             "open_files": len(self._open_files),
+            "writers_elsewhere": self._writers_elsewhere.guest_count(),
             "settling_files": self._settler.waiting_count,
             "written_files": opened.files,
             "requests": statistics.requests,

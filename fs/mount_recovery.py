@@ -55,6 +55,7 @@ class MountRecovery:
         set_back: SetBackMark,
         *,
         new_connection: bool,
+        restore_guests: Callable[[], None] = lambda: None,
     ) -> None:
         """`boot` is the store's file of that name. On a new connection no request comes again."""
         self._database = database
@@ -71,6 +72,7 @@ class MountRecovery:
         self._refusal = refusal
         self._set_back = set_back
         self._new_connection = new_connection
+        self._restore_guests = restore_guests
         self._corrections: list[Callable[[], None]] = []
         """Of rows: to be made when the catalog is durable."""
 
@@ -85,8 +87,10 @@ class MountRecovery:
         booted_at = booted_at_seconds() if known_boot_id is None else 0.0
         if noted_boot_id is None:
             self._be_younger_than_all_segments()
+        if power_was_cut:
+            self._database.forget_guests()
         handles = self._database.handles()
-        in_use = {handle.ino for handle in handles}
+        in_use = {handle.ino for handle in handles} | {guest.ino for guest in self._database.guests()}
         restored = dropped = 0
         revision = await self._namespace.kv.revision()
         changed = None if noted_boot_id is None else await self._changed_inodes(revision)
@@ -109,6 +113,7 @@ class MountRecovery:
         for handle in handles:
             file = self._open_files.get(handle.ino) or await self._reopen(handle.ino, noted.get(handle.ino))
             self._open_files.restore_handle(handle, file)
+        self._restore_guests()
         self._database.remove_remotes(ino for ino in noted if not self._is_noted(ino))
         await self._holds.begin(
             held for file in self._open_files if file.handles for held in (file.held, held_as(file.vid)) if held

@@ -51,12 +51,13 @@ class FileInUse:
     `segment` is None where this node is not its home; then `remote` is the version reads come from, as of the newest open
     (None: it isn't known any more), `held` the segment its home keeps for us, and `noted` whether `mount.db` knows.
     `descriptor` is read-only, kept from create to seal so that a sync sees every write-back error. `record` is the inode's as
-    of the newest open. `generation` grows with every open for writing and every change made through us: what a background
-    step started from is void when it moved. `orphan` is the inode's last record once its last name is gone. `durable_vid` is
-    the version last marked durable; `unsealable` after something could still write to it though it is closed; `unneeded`
-    while only he who is alone with it has a use for it; `replaced_segment` that of the protected version this one replaces,
-    free once this one is local. `sync_failed` is final: the kernel marks pages clean after a failed write, so a second sync
-    would lie.
+    of the newest open. `guests` are handles for writing that programs on other nodes have (`writers_elsewhere`), which count as
+    writers too; `guest_descriptor` is for what they write. `generation` grows with every open for writing and every change made
+    through us: what a background step started from is void when it moved. `orphan` is the inode's last record once its last
+    name is gone. `durable_vid` is the version last marked durable; `unsealable` after something could still write to it though
+    it is closed; `unneeded` while only he who is alone with it has a use for it; `replaced_segment` that of the protected
+    version this one replaces, free once this one is local. `sync_failed` is final: the kernel marks pages clean after a failed
+    write, so a second sync would lie.
     """
 
     ino: InodeNumber
@@ -70,6 +71,7 @@ class FileInUse:
     backing_id: int | None = None
     handles: int = 0
     writers: int = 0
+    guests: int = 0
     pins: int = 0
     generation: int = 0
     settle_at: float = 0.0
@@ -79,6 +81,7 @@ class FileInUse:
     unsealable: bool = False
     unneeded: bool = False
     write_descriptor: int | None = None
+    guest_descriptor: int | None = None
     copy_descriptor: int | None = None
     copy_identity: FileIdentity | None = None
     remote: Version | None = None
@@ -90,6 +93,11 @@ class FileInUse:
     @property
     def is_home(self) -> bool:
         return self.segment is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a program has it open, here or, for writing, on another node."""
+        return self.handles > 0 or self.guests > 0
 
 
 @dataclass(slots=True)
@@ -195,7 +203,7 @@ class OpenFiles:
         file = self._files.get(ino)
         if file is not None and file.unneeded:
             file.unneeded = False
-            if not file.handles and file.state is not FileState.OPEN:
+            if not file.is_held and file.state is not FileState.OPEN:
                 self.drop(file)
 
     def serve_only(self) -> None:
@@ -302,6 +310,10 @@ class OpenFiles:
             self._on_use()
         return handle
 
+    def handles_elsewhere(self) -> list[Handle]:
+        """Those for writing of files whose home is another node."""
+        return [handle for handle in self._handles.values() if handle.writable and not handle.file.is_home]
+
     def opened_before(self, unique: int) -> Handle | None:
         """The handle that an earlier process opened for this request and was killed before the kernel had the answer, or None."""
         handle = self._handles.get(unique)
@@ -330,7 +342,7 @@ class OpenFiles:
         file.writers -= handle.writable
         if handle.writable:
             self._on_use()
-        if handle.writable and file.writers == 0 and file.write_descriptor is not None:
+        if handle.writable and file.writers == file.guests and file.write_descriptor is not None:
             os.close(file.write_descriptor)
             file.write_descriptor = None
         if file.handles:
@@ -354,7 +366,7 @@ class OpenFiles:
         """A descriptor for the served lane's writes; kept until the last writer closes. Raises `OSError`."""
         if file.write_descriptor is None:
             assert file.segment is not None
-            file.write_descriptor = os.open(self._segments.path_of(file.segment), os.O_WRONLY | os.O_CLOEXEC)
+            file.write_descriptor = os.open(self._segments.path_of(file.segment), os.O_RDWR | os.O_CLOEXEC)
         return file.write_descriptor
 
     def truncate(self, file: FileInUse, size: int) -> None:
@@ -414,7 +426,7 @@ class OpenFiles:
 
     def drop(self, file: FileInUse) -> None:
         """Forget a file without handles; its descriptors are closed, as soon as nothing pins them."""
-        assert not file.handles
+        assert not file.is_held
         if self._files.get(file.ino) is file:
             del self._files[file.ino]
         if not file.pins:
@@ -423,6 +435,15 @@ class OpenFiles:
     def pin(self, file: FileInUse) -> None:
         """Keep the file's descriptors open for a thread, whatever happens to the file."""
         file.pins += 1
+
+    @contextmanager
+    def pinned(self, file: FileInUse) -> Iterator[None]:
+        """Inside, its descriptors stay open."""
+        self.pin(file)
+        try:
+            yield
+        finally:
+            self.unpin(file)
 
     def unpin(self, file: FileInUse) -> None:
         file.pins -= 1
@@ -437,7 +458,7 @@ def _changes_its_mind(flags: int) -> bool:
 
 
 def _close_descriptors(file: FileInUse) -> None:
-    for descriptor in (file.descriptor, file.write_descriptor, file.copy_descriptor):
+    for descriptor in (file.descriptor, file.write_descriptor, file.guest_descriptor, file.copy_descriptor):
         if descriptor is not None:
             os.close(descriptor)
-    file.descriptor = file.write_descriptor = file.copy_descriptor = None
+    file.descriptor = file.write_descriptor = file.guest_descriptor = file.copy_descriptor = None

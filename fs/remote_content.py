@@ -12,10 +12,13 @@ from typing import NamedTuple
 import trio
 
 from ckptfs.cache.catalog_format import Version, pack
-from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.cache.errors import HeldElsewhere
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.fs.fuse_errors import ContentUnreachable
+from ckptfs.fs.home_calls import answer_from_message
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering
 from ckptfs.replication.local_copies import CopyPlace
+from ckptfs.replication.peer_messages import HomeAnswer
 
 READ_WAIT_SECONDS = 10.0
 """How long a read waits for an agent that restarts, here or at the file's home, or for peers that come back; then EIO."""
@@ -88,17 +91,24 @@ class RemoteContent:
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
         return WholeCopy(place_of(answer), Vid(bytes(answer["vid"])))
 
-    async def _ask(self, request: Message, ino: InodeNumber) -> Message:
+    async def call_home(self, home: StoreId, ino: InodeNumber, call: Message, *, timeout_seconds: float) -> HomeAnswer:
+        """Have a file's home carry out a call (`home_calls`). Raises `HeldElsewhere` too, for a home of an older release."""
+        answer = await self._ask({"do": "call_home", "home": home, **call}, ino, timeout_seconds)
+        return answer_from_message(answer)
+
+    async def _ask(self, request: Message, ino: InodeNumber, timeout_seconds: float = AGENT_SECONDS_MAX) -> Message:
         deadline = trio.current_time() + self._wait_seconds
         is_for_attributes = request["do"] == "attributes"
         while True:
             try:
-                answer = await self._call(request)
+                answer = await self._call(request, timeout_seconds)
                 if answer["ok"]:
                     return answer
                 message = str(answer.get("message", answer.get("error")))
                 if answer.get("error") == "gone":
                     raise ContentGone(message)
+                if answer.get("error") == "old":
+                    raise HeldElsewhere(message)
                 if answer.get("error") == "full":
                     raise OSError(errno.ENOSPC, message)
                 if answer.get("error") == "refused":
@@ -113,7 +123,7 @@ class RemoteContent:
                 raise ContentUnreachable(message)
             await trio.sleep(RETRY_SECONDS)
 
-    async def _call(self, request: Message) -> Message:
+    async def _call(self, request: Message, timeout_seconds: float) -> Message:
         """The agent's answer. Raises `NodeNotAnswering`, also for an agent that hangs."""
         answer: Message | None = None
         failure = NodeNotAnswering("it hangs: it accepts requests and answers none")
@@ -133,7 +143,7 @@ class RemoteContent:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, nursery.cancel_scope)
             try:
-                answer = await self._agent.call(request, timeout_seconds=AGENT_SECONDS_MAX)
+                answer = await self._agent.call(request, timeout_seconds=timeout_seconds)
             except NodeNotAnswering as error:
                 failure = error
             nursery.cancel_scope.cancel()

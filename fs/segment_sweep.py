@@ -118,7 +118,7 @@ class SegmentSweep:
             return False
         async with self._open_files.alone(row.ino):  # nobody begins to write it meanwhile
             file = self._open_files.get(row.ino)
-            in_use = file is not None and (file.handles or file.pins or file.vid != row.vid)
+            in_use = file is not None and (file.is_held or file.pins or file.vid != row.vid)
             if in_use:
                 self._in_use.add(row.ino)
             if in_use or self._database.file(row.ino) != row or await self._versions.version(row.vid) is not None:

@@ -203,7 +203,7 @@ class Settler:
             return
         if file.state is not FileState.OPEN:
             self._delays.pop(file.ino, None)
-            if not file.handles:
+            if not file.is_held:
                 self._open_files.let_go(file)
         elif not file.writers and not file.sync_failed and file.ino not in self._due:
             delay_seconds = min(2 * self._delays.get(file.ino, RETRY_SECONDS_MIN / 2), RETRY_SECONDS_MAX)

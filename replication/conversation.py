@@ -7,7 +7,7 @@
     READY      PutBegin                                       PUTTING
     READY      FooterGet CellsGet CopiesPut CopyGet           READY (the answer is sent before the next frame is read)
                SegmentGet SegmentAsk SegmentHash
-               SegmentMend Verify KeptVerify Ping
+               SegmentMend Verify KeptVerify Ping HomeCall
     READY      Cell FooterPart PutStop of the refused put     READY (passed over: they were under way when it was refused)
     PUTTING    Cell of this put                               PUTTING
     PUTTING    FooterPart of this put                         ENDING
@@ -31,6 +31,7 @@ from ckptfs.replication.peer_messages import (
     FooterGet,
     FooterPart,
     Hello,
+    HomeCall,
     KeptVerify,
     Message,
     Ping,
@@ -55,6 +56,7 @@ _REQUESTS = (
     Verify,
     KeptVerify,
     Ping,
+    HomeCall,
 )
 
 

@@ -7,6 +7,7 @@ shards it should have comes as `ShardNotFound` or `ShardDamaged`, whoever it is.
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
+from ckptfs.cache.checksum import Buffer
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
@@ -14,6 +15,7 @@ from ckptfs.replication.members import Members
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_answers import Kept
 from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
+from ckptfs.replication.peer_messages import HomeAnswer, HomeCall
 from ckptfs.replication.peer_pool import PeerPool
 from ckptfs.replication.peer_streams import PutStream
 from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
@@ -58,6 +60,7 @@ class Peers:
     def __init__(self, transport: Transport, identity: PeerIdentity) -> None:
         self._putting = PeerPool(transport, identity)
         self._reading = PeerPool(transport, identity, connections_per_peer_max=16)
+        self._calling = PeerPool(transport, identity, connections_per_peer_max=16)
 
     async def ping(self, store: StoreId, address: str) -> int:
         """The free bytes of the store at that address. Raises `PeerUnreachable`, `PeerRefused`."""
@@ -75,14 +78,19 @@ class Peers:
     def reading(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
         return self._reading.client(store, address)
 
+    def calling(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
+        """For calls, of which a sync may take long and must not keep readers waiting."""
+        return self._calling.client(store, address)
+
     def sent_and_received_bytes(self) -> tuple[int, int]:
         """Since the start, over all connections."""
-        pools = self._putting.statistics(), self._reading.statistics()
+        pools = [pool.statistics() for pool in (self._putting, self._reading, self._calling)]
         return sum(pool.sent_bytes for pool in pools), sum(pool.received_bytes for pool in pools)
 
     async def aclose(self) -> None:
         await self._putting.aclose()
         await self._reading.aclose()
+        await self._calling.aclose()
 
 
 class Holders:
@@ -157,6 +165,11 @@ class Holders:
             return await self._own.segment_hashes(segment, cell_size, first_cell, count)
         async with self.reading(store) as client:
             return await client.segment_hashes(segment, cell_size, first_cell, count)
+
+    async def call_home(self, store: StoreId, call: HomeCall, data: Buffer) -> HomeAnswer:
+        """Have another store's mount carry out a call of a program here. Raises `PeerUnreachable`, `PeerRefused`."""
+        async with self._peers.calling(store, self._address(store)) as client:
+            return await client.call_home(call, data)
 
     def _address(self, store: StoreId) -> str:
         address = self._members.address_of(store)

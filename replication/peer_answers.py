@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from ckptfs import __version__
-from ckptfs.cache.ids import InodeNumber, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.replication import peer_messages, shard_format
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.conversation import Conversation, PeerIdentity
@@ -41,6 +41,8 @@ from ckptfs.replication.peer_messages import (
     CopyGet,
     FooterGet,
     FooterPart,
+    HomeAnswer,
+    HomeCall,
     KeptVerified,
     KeptVerify,
     Ping,
@@ -99,6 +101,11 @@ class Kept(Protocol):
     async def verify(self, vid: Vid, *, mend: bool) -> KeptCells: ...
 
 
+AnswerCall = Callable[[StoreId, HomeCall, memoryview], Awaitable[HomeAnswer]]
+"""Has this node's mount carry out a call of a store's program; the bytes are used until it returns. Raises `PeerUnreachable`
+where the mount does not answer."""
+
+
 class Refusal(Exception):
     """A request is answered with `Refused`; the connection lives on."""
 
@@ -114,6 +121,8 @@ class Talk:
     def __init__(self, connection: Connection) -> None:
         self.stream = FrameStream(connection)
         self.conversation = Conversation()
+        self.store = StoreId(bytes(16))
+        """Who asks, as it has said in its greeting."""
 
 
 class PeerAnswers:
@@ -128,9 +137,11 @@ class PeerAnswers:
         identity: PeerIdentity,
         limits: PeerServerLimits,
         on_hurry: Callable[[], None],
+        answer_call: AnswerCall,
     ) -> None:
         self.shards_stored = self.copies_stored = 0
         self._on_hurry = on_hurry
+        self._answer_call = answer_call
         self._shards = shard_store
         self._readers = ShardReaders(shard_store)
         self._copies = small_copies
@@ -184,6 +195,8 @@ class PeerAnswers:
                 verify = partial(self._read, self._shards.verify, Vid(message.vid), message.index)
                 result = await self._slowly(talk, request, verify)
                 await stream.send(request, Verified(result.ok, list(result.bad_stripes), peer_messages.shorten(result.message)))
+            case HomeCall():
+                await self._call(talk, incoming, message)
             case Ping():
                 if message.hurry:
                     self._on_hurry()
@@ -318,6 +331,15 @@ class PeerAnswers:
         async with _Taken(self._budget, message.length, self._limits.buffer_wait_seconds) as buffer:
             count = await self._read(self._segments.read, SegmentId(message.segment), message.offset, buffer)
             await talk.stream.send(request, SegmentData(), buffer[:count])
+
+    async def _call(self, talk: Talk, incoming: Incoming, message: HomeCall) -> None:
+        async with _Taken(self._budget, max(1, incoming.payload_length), self._limits.buffer_wait_seconds) as buffer:
+            data = await talk.stream.receive_payload(incoming, buffer)
+            try:
+                answer = await self._slowly(talk, incoming.request, partial(self._answer_call, talk.store, message, data))
+            except PeerUnreachable as error:  # the mount, not the peer
+                raise Refusal(RefusalReason.BUSY, str(error)) from None
+        await talk.stream.send(incoming.request, answer)
 
     async def _send_hashes(self, talk: Talk, request: int, message: SegmentHash) -> None:
         asked = SegmentId(message.segment), message.cell_size, message.first_cell, message.count

@@ -8,13 +8,14 @@ A `PeerClient` is one connection with the requests there are; a `PeerPool` keeps
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckptfs.cache.checksum import HASH_SIZE
+from ckptfs.cache.checksum import HASH_SIZE, Buffer
 from ckptfs.cache.ids import NodeId, SegmentId, StoreId, Vid
 from ckptfs.replication import shard_format
-from ckptfs.replication.errors import ProtocolViolation, ShardDamaged
+from ckptfs.replication.errors import PeerRefused, ProtocolViolation, RefusalReason, ShardDamaged
 from ckptfs.replication.frame_format import PAYLOAD_SIZE_MAX
 from ckptfs.replication.peer_connection import PeerConnection
 from ckptfs.replication.peer_messages import (
+    HOME_CALLS_SINCE,
     CellsGet,
     CopiesDone,
     CopiesPut,
@@ -23,6 +24,8 @@ from ckptfs.replication.peer_messages import (
     CopyGet,
     FooterGet,
     FooterPart,
+    HomeAnswer,
+    HomeCall,
     KeptVerified,
     KeptVerify,
     Ping,
@@ -176,6 +179,20 @@ class PeerClient(PeerConnection):
                 raise ProtocolViolation(f"{incoming.payload_length} bytes of hashes of {count} cells")
             hashes = await self.payload(incoming, memoryview(bytearray(incoming.payload_length)))
         return SegmentHashes(answer.size, bytes(hashes))
+
+    async def call_home(self, call: HomeCall, data: Buffer = b"") -> HomeAnswer:
+        """Have a file's home carry out what a program here asked for; the call may be sent again. Raises `PeerRefused` (version)
+        for a peer whose release takes no such calls."""
+        with self.closing_on_error():
+            await self._ready()
+        assert self.peer is not None
+        if self.peer.version < HOME_CALLS_SINCE:
+            raise PeerRefused(
+                RefusalReason.VERSION,
+                f"{self.peer.node} ({self.peer.program}) takes no writes of other nodes: upgrade it, or close the file there",
+            )
+        async with self.asking(call, data) as request:
+            return await self.receive(request, HomeAnswer)
 
     async def mend_segment(self, vid: Vid) -> Mended:
         """Have the home of a protected version make its segment right."""

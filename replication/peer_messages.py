@@ -1,4 +1,4 @@
-"""The messages peers exchange: what the header of each type of frame holds. Protocol version 1. Pure.
+"""The messages peers exchange: what the header of each type of frame holds. Protocol version 2. Pure.
 
 A header is a msgpack array, the fields in order. Later versions append fields with defaults; readers ignore those they
 don't know. `decode` checks types, lengths and ranges, so that no message that makes no sense goes any further.
@@ -37,6 +37,8 @@ don't know. `decode` checks types, lengths and ranges, so that no message that m
     53   KeptVerified   answering side
     60   Ping           asking side
     61   Status         answering side
+    70   HomeCall       asking side      the bytes to be written, or the handles to be kept        (since version 2)
+    71   HomeAnswer     answering side                                                             (since version 2)
 ======== ============== ================ ======================================================================
 """
 
@@ -52,8 +54,14 @@ from ckptfs.replication.shard_format import CELL_SIZE_MAX, FOOTER_SIZE_MAX, SHAR
 from ckptfs.replication.small_copies import BATCH_COUNT_MAX, COPY_SIZE_MAX, PATH_HINT_SIZE_MAX
 
 PROTOCOL_VERSION_MIN = 1
-PROTOCOL_VERSION_MAX = 1
+PROTOCOL_VERSION_MAX = 2
 """The range this program speaks; the answering side takes the newest that both do."""
+
+HOME_CALLS_SINCE = 2
+"""A peer that speaks less takes no writes of other nodes."""
+
+ANSWERED_MAX = 1000
+"""So many numbers of answered calls one call carries at most."""
 
 FOOTER_PART_BYTES = 1 << 20
 """How much of a footer goes into one frame."""
@@ -301,6 +309,34 @@ class Status(msgspec.Struct, array_like=True, frozen=True):
     program: Text
 
 
+class HomeCall(msgspec.Struct, array_like=True, frozen=True):
+    """A program on the asking node writes a file whose home the answering node is.
+
+    `incarnation` and `unique` are the FUSE connection and the number of the program's request: the same call sent again has one
+    effect and one answer. `answered` are numbers of earlier calls whose answers the kernel has: they are never sent again. `fh`
+    is the handle, which has the number of the request it was opened for; 0 for none. `call` is a `home_calls.Call`, which says
+    what the other fields and the payload mean.
+    """
+
+    call: Annotated[int, msgspec.Meta(ge=1, le=255)]
+    incarnation: Number
+    unique: Number
+    ino: Number = 0
+    fh: Number = 0
+    offset: Number = 0
+    length: Number = 0
+    flags: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    answered: Annotated[list[Number], msgspec.Meta(max_length=ANSWERED_MAX)] = []
+
+
+class HomeAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """What came of it: an errno of Linux, 0 if it was carried out, and a number that the kind of call gives its meaning."""
+
+    errno: Annotated[int, msgspec.Meta(ge=0, le=4095)]
+    value: Number
+    message: Text
+
+
 Message = (
     Hello
     | Welcome
@@ -333,6 +369,8 @@ Message = (
     | KeptVerified
     | Ping
     | Status
+    | HomeCall
+    | HomeAnswer
 )
 
 MESSAGE_TYPES: dict[int, type[Message]] = {
@@ -367,9 +405,11 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     53: KeptVerified,
     60: Ping,
     61: Status,
+    70: HomeCall,
+    71: HomeAnswer,
 }
 
-PAYLOAD_CARRIERS = frozenset({Cell, FooterPart, CopiesPut, Copy, SegmentData, SegmentHashed})
+PAYLOAD_CARRIERS = frozenset({Cell, FooterPart, CopiesPut, Copy, SegmentData, SegmentHashed, HomeCall})
 
 _TYPES_BY_MESSAGE = {kind: number for number, kind in MESSAGE_TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()

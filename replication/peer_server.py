@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import trio
 
 from ckptfs import __version__
+from ckptfs.cache.ids import StoreId
 from ckptfs.replication import peer_messages
 from ckptfs.replication.conversation import PeerIdentity as PeerIdentity
 from ckptfs.replication.conversation import State
 from ckptfs.replication.errors import PeerNotTrusted, PeerUnreachable, ProtocolViolation, RefusalReason
 from ckptfs.replication.frame_format import ForeignVersion
-from ckptfs.replication.peer_answers import Kept, PeerAnswers, PeerServerLimits, Refusal, Talk
-from ckptfs.replication.peer_messages import Hello, Refused, Welcome
+from ckptfs.replication.peer_answers import AnswerCall, Kept, PeerAnswers, PeerServerLimits, Refusal, Talk
+from ckptfs.replication.peer_messages import Hello, HomeAnswer, HomeCall, Refused, Welcome
 from ckptfs.replication.segment_files import SegmentPaths
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.small_copies import SmallCopies
@@ -49,6 +50,11 @@ class PeerServerStatistics:
     peak_payload_bytes: int
 
 
+async def no_mount(store: StoreId, call: HomeCall, data: memoryview) -> HomeAnswer:
+    """For a node that has shards only."""
+    raise PeerUnreachable("this node has no mount")
+
+
 class _Served(Talk):
     """One connection, as the server sees it."""
 
@@ -72,10 +78,11 @@ class PeerServer:
         transport: Transport,
         limits: PeerServerLimits | None = None,
         on_hurry: Callable[[], None] = lambda: None,
+        answer_call: AnswerCall = no_mount,
     ) -> None:
-        """`on_hurry` hears that somebody on another node waits for files of this one."""
+        """`on_hurry` hears that somebody on another node waits for files of this one, `answer_call` what programs there write."""
         self._limits = limits or PeerServerLimits()
-        self._answers = PeerAnswers(shard_store, small_copies, segments, kept, identity, self._limits, on_hurry)
+        self._answers = PeerAnswers(shard_store, small_copies, segments, kept, identity, self._limits, on_hurry, answer_call)
         self._identity = identity
         self._transport = transport
         self._served: set[_Served] = set()
@@ -203,7 +210,7 @@ class PeerServer:
         served.conversation.receive(incoming.message, incoming.request)
         hello = incoming.message
         assert isinstance(hello, Hello)
-        served.peer = hello.node
+        served.peer, served.store = hello.node, StoreId(hello.store)
         mine = self._identity
         version = min(hello.version_max, peer_messages.PROTOCOL_VERSION_MAX)
         if version < max(hello.version_min, peer_messages.PROTOCOL_VERSION_MIN):

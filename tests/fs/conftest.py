@@ -20,7 +20,7 @@ import trio
 from ckptfs.cache import refusal_mark
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
-from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -45,19 +45,24 @@ from ckptfs.fs.local_socket import LocalClient, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
+from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
+from ckptfs.fs.writers_elsewhere import WritersElsewhere
 from ckptfs.replication.codec import choose_codec
+from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.local_copies import CopyPlace
 from ckptfs.replication.peer_client import Mended
+from ckptfs.replication.peer_messages import HomeAnswer, HomeCall
 from ckptfs.replication.transport import PlainTransport
 
 CELL = 64 << 10
@@ -129,10 +134,14 @@ class BareNode:
     names: NameOperations
     inodes: InodeOperations
     repeats: Repeats
+    writing: RemoteWriting
+    writers: WritersElsewhere
+    noted: NotedWrites
     uniques: Iterator[int]
     told: list[str]
     catalog: Path
     set_back: SetBackMark
+    lives: list["BareNode"]
     alive: bool = True
 
     async def ask(
@@ -153,6 +162,8 @@ class BareNode:
     def tell(self, unique: int) -> None:
         """The kernel takes the answer to the request of this number."""
         self.repeats.answered(unique)
+        self.writing.answered(unique)
+        self.noted.answered(self.noted.own(unique))
 
     async def errno(self, awaitable: Awaitable[object]) -> str:
         """The name of the error a request got; "" if it got none."""
@@ -268,7 +279,7 @@ class BareNode:
         if self.alive:
             self.alive = False
             for file in self.open_files:
-                for descriptor in (file.descriptor, file.write_descriptor, file.copy_descriptor):
+                for descriptor in (file.descriptor, file.write_descriptor, file.guest_descriptor, file.copy_descriptor):
                     if descriptor is not None:
                         os.close(descriptor)
             self.database.close()
@@ -306,6 +317,8 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
         reclaimer = Reclaimer(kv, segments, RemoteReaders(kv))
         holds = SegmentHolds(kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
+        writing = RemoteWriting(open_files, remote, incarnation)
+        noted = NotedWrites(database, store.store_id, incarnation)
         told: list[str] = []
 
         async def on_local(urgent: bool) -> None:
@@ -341,12 +354,15 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             records,
             content,
             elsewhere,
+            writing,
+            noted,
             removed,
             settler,
             growing,
             reclaimer,
             store.store_id,
         )
+        writers = WritersElsewhere(open_files, segments, database, content, files, noted)
         recovery = MountRecovery(
             database,
             store.store_id,
@@ -362,6 +378,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             RefusalMark(store.store_id, store.path),
             set_back,
             new_connection=new_connection,
+            restore_guests=writers.restore,
         )
         await recovery.run()
         await growing.begin()
@@ -383,10 +400,14 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths),
                 InodeOperations(namespace, view, records, files, repeats, store.path),
                 repeats,
+                writing,
+                writers,
+                noted,
                 uniques,
                 told,
                 tmp_path / "catalog.db",
                 set_back,
+                nodes,
             )
         )
         return nodes[-1]
@@ -433,11 +454,28 @@ async def start_agent(nursery: trio.Nursery) -> AsyncIterator[StartAgent]:
             async def switch_segment(ino: InodeNumber, vid: Vid, before: SegmentId, copy: CopyPlace) -> Mended:
                 return await switch.switch(ino, vid, before, copy)
 
+            async def call(store: StoreId, asked: HomeCall, data: memoryview) -> HomeAnswer:
+                life = next(life for life in reversed(node.lives) if life.store.store_id == node.store.store_id)
+                if not life.alive:
+                    raise PeerUnreachable("its mount process does not answer")
+                return await life.writers.call(store, asked, bytes(data))
+
             settings = AgentSettings(reserve_fraction=0.0, shortfall_seconds=0.0)
             codec, transport = choose_codec("numpy"), PlainTransport()
             cluster = await node.namespace.settings()
             agent = Agent(
-                node.store, kv, cluster, 1, codec, transport, waiting, protected, switch_segment, time.time_ns, settings
+                node.store,
+                kv,
+                cluster,
+                1,
+                codec,
+                transport,
+                waiting,
+                protected,
+                switch_segment,
+                time.time_ns,
+                settings,
+                answer_call=call,
             )
             stack.push_async_callback(agent.aclose)
             await nursery.start(agent.run)

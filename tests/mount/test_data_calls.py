@@ -315,7 +315,7 @@ def test_what_is_read_again_is_in_memory_until_it_changes_wherever(sides: Sides)
     for turn in range(3):
         writer, reader = (here, there) if turn != 1 else (there, here)
         data = bytes([turn + 1]) * size
-        _once_free(lambda writer=writer, data=data: writer.write_bytes(data))  # type: ignore[misc]
+        writer.write_bytes(data)
         assert reader.read_bytes() == data
         assert here.read_bytes() == data
         if turn == 0:
@@ -328,19 +328,6 @@ def test_what_is_read_again_is_in_memory_until_it_changes_wherever(sides: Sides)
             file.write(b"changed in place")
         for path in (writer, reader, writer):
             assert path.read_bytes()[size // 2 :][:16] == b"changed in place"
-
-
-def _once_free(write: Callable[[], Any]) -> None:
-    """Write when no other node does any more."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            write()
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 GIB = 1 << 30

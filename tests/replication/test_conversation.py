@@ -24,6 +24,7 @@ QUESTIONS: list[m.Message] = [
     m.Verify(ID, 0),
     m.KeptVerify(ID, False),
     m.Ping(),
+    m.HomeCall(1, 1, 1),
 ]
 ANSWERS: list[m.Message] = [
     m.Welcome(1, "", ID, ID, ""),
@@ -41,6 +42,7 @@ ANSWERS: list[m.Message] = [
     m.Verified(True, [], ""),
     m.KeptVerified(0, []),
     m.Status("", ID, 0, ""),
+    m.HomeAnswer(0, 0, ""),
 ]
 PARTS: list[m.Message] = [m.Cell(0), m.FooterPart(0, 1), m.PutStop()]
 

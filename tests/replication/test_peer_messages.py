@@ -52,6 +52,8 @@ EXAMPLES: list[tuple[m.Message, str]] = [
         m.Status("node-2", ID, 1 << 40, "ckptfs 1"),
         "61 94a66e6f64652d32c410000102030405060708090a0b0c0d0e0fcf0000010000000000a8636b707466732031",
     ),
+    (m.HomeCall(2, 7, 9, 3, 4, 1 << 40, 6, 0o2001, [5]), "70 990207090304cf000001000000000006cd04019105"),
+    (m.HomeAnswer(28, 0, "no space"), "71 931c00a86e6f207370616365"),
 ]
 
 
@@ -113,6 +115,14 @@ def test_only_carriers_have_a_payload(message: m.Message) -> None:
         m.SegmentHash(ID, 1, 0, 4097),
         m.Verified(True, [0] * 1001, ""),
         m.KeptVerified(0, [0] * 1001),
+        m.HomeCall(0, 1, 1),
+        m.HomeCall(256, 1, 1),
+        m.HomeCall(1, 1, 1 << 63),
+        m.HomeCall(1, 1, 1, offset=-1),
+        m.HomeCall(1, 1, 1, flags=1 << 32),
+        m.HomeCall(1, 1, 1, answered=[0] * 1001),
+        m.HomeAnswer(4096, 0, ""),
+        m.HomeAnswer(0, -1, ""),
     ],
     ids=repr,
 )

@@ -197,7 +197,7 @@ async def test_impossible_shards_are_refused(answering: Answering) -> None:
     stream.connection.close()
 
 
-@pytest.mark.parametrize("versions", [(2, 3), (3, 65535)])
+@pytest.mark.parametrize("versions", [(3, 4), (9, 65535)])
 async def test_an_asking_side_of_another_version_is_told(
     versions: tuple[int, int], answering: Answering, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,7 +213,7 @@ async def test_the_newest_version_both_speak_is_taken(answering: Answering) -> N
     await stream.send(1, Hello(1, 9, "ckptfs 9", CLUSTER, ASKING.store, "newer"))
     answer = await answer_to(stream)
     assert isinstance(answer, Welcome)
-    assert answer.version == 1
+    assert answer.version == 2
     stream.connection.close()
 
 
