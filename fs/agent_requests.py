@@ -49,7 +49,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.store_registry import set_state
 from ckptfs.fs.agent import Agent
-from ckptfs.fs.home_calls import answer_as_message, from_message
+from ckptfs.fs.home_calls import Call, answer_as_message, from_message
 from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, label_problems, protection_problems, rebuild_problems
 from ckptfs.fs.verify_findings import VerifyFindings
@@ -223,6 +223,9 @@ class AgentRequests:
 
     async def _call_home(self, request: Message) -> Message:
         home, (call, data) = StoreId(bytes(request["home"])), from_message(request)
+        member = self._agent.members.member(home)
+        if call.call == Call.JOIN and (member is None or not member.live):
+            raise PeerUnreachable(f"{self._name(home)} is away")
         try:
             answer = await self._at_home(home, lambda: self._agent.holders.call_home(home, call, data))
         except PeerRefused as refused:

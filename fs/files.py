@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 import trio
 
-from ckptfs.cache.catalog_format import Inode, Version, VersionState
+from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Version, VersionState
 from ckptfs.cache.errors import HeldElsewhere, InodeGone, NameExists, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.inode_changes import has_privileges
@@ -206,8 +206,10 @@ class FileOperations:
             inode = await self._records.clear_privileges(ino, inode, keeps_set_id=header.uid == 0)
         for tries_left in reversed(range(MOVED_TRIES)):
             try:
-                if self._view.written_elsewhere(inode):
-                    return await self._open_through_home(header.unique, ino, inode, flags)
+                if inode.writer is not None and self._view.written_elsewhere(inode):
+                    return await self._open_through_home(header.unique, ino, inode.writer.store, flags)
+                if (home := await self._joined(header.unique, ino, inode, flags)) is not None:
+                    return await self._opened_at_home(header.unique, ino, home, flags)
                 return await self._open_here(header.unique, ino, inode, flags)
             except HeldElsewhere:  # another node has begun to write it, or ended, since the record was read
                 if not tries_left:
@@ -231,26 +233,35 @@ class FileOperations:
             self._settler.closed(file)
         return handle
 
-    async def _open_through_home(self, unique: int, ino: InodeNumber, inode: Inode, flags: int) -> Handle:
+    async def _joined(self, unique: int, ino: InodeNumber, inode: Inode, flags: int) -> StoreId | None:
+        """Nobody writes the file, but programs on the node that has its bytes may have it open, and are to see what becomes of
+        it: then that node stays its home, and has a handle of ours now."""
+        version = None if inode.writer is not None or inode.cur is None else await self._versions.version(inode.cur)
+        if version is None or version.home == self._store or version.segment == NO_SEGMENT:
+            return None
+        return version.home if await self._writing.join(version.home, ino, unique, flags) else None
+
+    async def _open_through_home(self, unique: int, ino: InodeNumber, home: StoreId, flags: int) -> Handle:
         """Open for writing a file that is being written on another node. Raises `HeldElsewhere` if it isn't any more."""
-        assert inode.writer is not None
-        home, writes = inode.writer.store, flags & os.O_ACCMODE != os.O_RDONLY
-        if writes:
-            await self._writing.open(home, ino, unique, flags)
-        else:  # O_RDONLY | O_TRUNC
-            await self._writing.truncate(home, ino, unique, 0)
+        await self._writing.open(home, ino, unique, flags)
+        return await self._opened_at_home(unique, ino, home, flags)
+
+    async def _opened_at_home(self, unique: int, ino: InodeNumber, home: StoreId, flags: int) -> Handle:
+        """The handle here for one that the home has under the same number."""
         try:
             await self._namespace.kv.catch_up()
             inode = await self._inode_to_open(ino)
             file = await self._content.for_reading(ino, inode)
-            if writes and (inode.writer is None or inode.writer.store != home or file.is_home):
+            if inode.writer is None or inode.writer.store != home or file.is_home:
                 raise HeldElsewhere(f"inode {ino} is not written on store {home.hex()} any more")
             file.record = inode
-            return self._open_files.open_handle(unique, file, flags, store_row=False, serve=True)
+            handle = self._open_files.open_handle(unique, file, flags, store_row=False, serve=True)
         except BaseException:
-            if writes:
-                await self._writing.close(home, ino, unique, unique)
+            await self._writing.close(home, ino, unique, unique)
             raise
+        if not handle.writable:  # O_RDONLY | O_TRUNC: what it was to write is done
+            await self._writing.close(home, ino, unique, unique)
+        return handle
 
     async def _inode_to_open(self, ino: InodeNumber) -> Inode:
         try:
@@ -270,6 +281,11 @@ class FileOperations:
                     return await self._writing.truncate(handle.file.remote.home, ino, unique, size)
                 if inode.writer is not None and self._view.written_elsewhere(inode):
                     return await self._writing.truncate(inode.writer.store, ino, unique, size)
+                if handle is None and (home := await self._joined(unique, ino, inode, os.O_WRONLY)) is not None:
+                    try:
+                        return await self._writing.truncate(home, ino, unique, size)
+                    finally:
+                        await self._writing.close(home, ino, unique, unique)
                 return await self.truncate(ino, fh, size)
             except HeldElsewhere:  # as in `_open`
                 if not tries_left:

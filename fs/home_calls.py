@@ -10,6 +10,9 @@ TRUNCATE ino, fh or 0, length: the new size     --                              
 ALLOCATE ino, fh, offset, length, flags: mode   --                                      0
 SYNC     ino, fh                                --                                      0
 CLOSE    ino, fh                                --                                      0
+JOIN     as OPEN                                --                                      1 if nothing was opened,
+                                                                                        because no program of the
+                                                                                        home has the file open
 KEEP     --                                     the handles that are open, u64 each,    0
                                                 little-endian: others of this node are
                                                 nobody's, and end after a while
@@ -41,10 +44,13 @@ class Call(enum.IntEnum):
     SYNC = 5
     CLOSE = 6
     KEEP = 7
+    JOIN = 8
 
 
 SYNC_SECONDS_MAX = 600.0
 """How long the home's drive may take over one sync."""
+JOIN_SECONDS_MAX = 3.0
+"""A home that takes longer to say whether its programs have a file open counts as away: opening goes on without it."""
 CALL_SECONDS_MAX = 20.0
 """How long any other call may take a mount that is there; after that it counts as hanging."""
 

@@ -91,13 +91,22 @@ class RemoteContent:
         answer = await self._ask({"do": "fetch_whole", "ino": ino}, ino)
         return WholeCopy(place_of(answer), Vid(bytes(answer["vid"])))
 
-    async def call_home(self, home: StoreId, ino: InodeNumber, call: Message, *, timeout_seconds: float) -> HomeAnswer:
-        """Have a file's home carry out a call (`home_calls`). Raises `HeldElsewhere` too, for a home of an older release."""
-        answer = await self._ask({"do": "call_home", "home": home, **call}, ino, timeout_seconds)
+    async def call_home(
+        self, home: StoreId, ino: InodeNumber, call: Message, timeout_seconds: float, wait_seconds: float | None = None
+    ) -> HomeAnswer:
+        """Have a file's home carry out a call (`home_calls`). `wait_seconds`: where one that is away isn't waited for as long as
+        otherwise. Raises `HeldElsewhere` too, for a home of an older release."""
+        answer = await self._ask({"do": "call_home", "home": home, **call}, ino, timeout_seconds, wait_seconds)
         return answer_from_message(answer)
 
-    async def _ask(self, request: Message, ino: InodeNumber, timeout_seconds: float = AGENT_SECONDS_MAX) -> Message:
-        deadline = trio.current_time() + self._wait_seconds
+    async def _ask(
+        self,
+        request: Message,
+        ino: InodeNumber,
+        timeout_seconds: float = AGENT_SECONDS_MAX,
+        wait_seconds: float | None = None,
+    ) -> Message:
+        deadline = trio.current_time() + (self._wait_seconds if wait_seconds is None else wait_seconds)
         is_for_attributes = request["do"] == "attributes"
         while True:
             try:

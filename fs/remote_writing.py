@@ -18,7 +18,7 @@ import trio
 from ckptfs.cache.errors import HeldElsewhere
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.fs.fuse_errors import ContentUnreachable
-from ckptfs.fs.home_calls import Call, as_message, pack_handles, seconds_max
+from ckptfs.fs.home_calls import JOIN_SECONDS_MAX, Call, as_message, pack_handles, seconds_max
 from ckptfs.fs.open_files import FileInUse, Handle, OpenFiles
 from ckptfs.fs.remote_content import AGENT_SECONDS_MAX, RemoteContent
 from ckptfs.replication.peer_messages import ANSWERED_MAX, HomeCall
@@ -43,6 +43,17 @@ class RemoteWriting:
     async def open(self, home: StoreId, ino: InodeNumber, unique: int, flags: int) -> None:
         """Have a handle at the home, which has the number of the request and is the program's from now on."""
         await self._call(home, HomeCall(Call.OPEN, self._incarnation, unique, ino, unique, flags=flags & 0xFFFFFFFF))
+
+    async def join(self, home: StoreId, ino: InodeNumber, unique: int, flags: int) -> bool:
+        """As `open`, if programs of the node that has the bytes have the file open; whether they have. A node that is away, hangs
+        or can't open it is none of whose programs count."""
+        call = HomeCall(Call.JOIN, self._incarnation, unique, ino, unique, flags=flags & 0xFFFFFFFF)
+        with trio.move_on_after(JOIN_SECONDS_MAX):
+            try:
+                return await self._call(home, call, wait_seconds=0.0) == 0
+            except (ContentUnreachable, HeldElsewhere, OSError) as error:
+                log.info("home_not_asked inode=%d: %s", ino, error)
+        return False
 
     async def write(self, handle: Handle, unique: int, data: memoryview, offset: int, flags: int) -> int:
         """Bytes written, at the offset or, where the flags say O_APPEND, at the end."""
@@ -105,7 +116,9 @@ class RemoteWriting:
             raise ContentUnreachable(f"the home of inode {file.ino} is not known any more: open the file again")
         return file.remote.home
 
-    async def _call(self, home: StoreId, call: HomeCall, data: memoryview | bytes = b"") -> int:
+    async def _call(
+        self, home: StoreId, call: HomeCall, data: memoryview | bytes = b"", wait_seconds: float | None = None
+    ) -> int:
         """Make the call, again and again until it is answered or the time is over; the answer's value."""
         if call.unique:
             self._called[call.unique] = home
@@ -114,7 +127,7 @@ class RemoteWriting:
         try:
             limit_seconds = max(AGENT_SECONDS_MAX, seconds_max(call.call) + 10)
             message = as_message(call, data)
-            answer = await self._content.call_home(home, InodeNumber(call.ino), message, timeout_seconds=limit_seconds)
+            answer = await self._content.call_home(home, InodeNumber(call.ino), message, limit_seconds, wait_seconds)
         except BaseException:
             self._answered[home] += answered
             raise

@@ -128,7 +128,7 @@ class WritersElsewhere:
         write = WriteName(*name, call.unique)
         while (under_way := connection.under_way.get(call.unique)) is not None:
             await under_way.wait()
-        if (value := self._noted.outcome(write)) is not None:
+        if call.call in _CHANGE_BYTES and (value := self._noted.outcome(write)) is not None:
             log.info("call_answered_again call=%d inode=%d", call.call, call.ino)
             return HomeAnswer(0, value, "")
         ended = connection.under_way[call.unique] = trio.Event()
@@ -147,6 +147,8 @@ class WritersElsewhere:
         match call.call:
             case Call.OPEN:
                 await self._open(name, connection, call)
+            case Call.JOIN:
+                return await self._join(name, connection, call)
             case Call.WRITE:
                 return await self._write(name, connection, call, data)
             case Call.TRUNCATE:
@@ -176,6 +178,13 @@ class WritersElsewhere:
             await self._tell_kernel(file.ino)
         if call.flags & os.O_DSYNC:
             await self._files.sync_durably(_guest(connection, call.fh).file)
+
+    async def _join(self, name: _Name, connection: _Connection, call: HomeCall) -> int:
+        file = self._open_files.get(InodeNumber(call.ino))
+        if call.fh not in connection.guests and (file is None or not file.is_home or not file.handles):
+            return 1
+        await self._open(name, connection, call)
+        return 0
 
     async def _write(self, name: _Name, connection: _Connection, call: HomeCall, data: bytes) -> int:
         file = _guest(connection, call.fh).file

@@ -118,6 +118,40 @@ async def test_truncation_by_opening_on_another_node(pair: tuple[Any, Any], wher
         await node.release(fh)
 
 
+@pytest.mark.parametrize("how", ["open", "open and truncate", "truncate"])
+async def test_a_node_whose_programs_have_a_file_open_stays_its_home(pair: tuple[Any, Any], how: str) -> None:
+    """Nobody writes it; they see what the other node does to it, and it can be opened there anew."""
+    here, there = pair
+    ino = await here.save(b"file", b"content")
+    reader = await here.open(ino)
+    if how == "truncate":
+        await _truncate(there, ino, 4)
+    else:
+        far = await there.open(ino, os.O_WRONLY | (os.O_TRUNC if how == "open and truncate" else 0))
+        await there.write(far, b"CONT")
+        await there.release(far)
+    expected = {"open": b"CONTent", "open and truncate": b"CONT", "truncate": b"cont"}[how]
+    assert await here.read(reader) == await here.content(ino) == await there.content(ino) == expected
+    assert _guests(here) == 0
+    await here.settle()
+    assert await here.state(ino) is VersionState.LOCAL
+    await here.release(reader)
+    far = await there.open(ino, os.O_WRONLY | os.O_TRUNC)
+    assert there.open_files.get(ino).is_home  # nobody has it open
+    await there.release(far)
+
+
+async def test_a_home_that_is_away_is_not_waited_for(pair: tuple[Any, Any]) -> None:
+    here, there = pair
+    ino = await here.save(b"file", b"content")
+    await here.open(ino)
+    here.kill()
+    with trio.fail_after(2):
+        far = await there.open(ino, os.O_WRONLY | os.O_TRUNC)
+    assert there.open_files.get(ino).is_home
+    await there.release(far)
+
+
 async def test_truncation_by_a_program_that_only_reads(pair: tuple[Any, Any]) -> None:
     here, there = pair
     ino, own = await here.create(b"file")

@@ -125,6 +125,7 @@ def test_writing_by_turns(lane_cluster: LocalCluster) -> None:
 def test_no_line_is_lost_or_doubled_when_mount_processes_are_killed(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(2, settle_seconds=0.2)
     paths = _paths(cluster, "log")
+    paths[0].touch()
     programs = [_start(APPENDER, path, name, 1500) for path, name in zip(paths, ("here", "there"), strict=True)]
     deadline = time.monotonic() + 40
     for number in range(6):

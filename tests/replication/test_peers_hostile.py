@@ -472,7 +472,7 @@ async def test_a_payload_that_was_changed_under_way(nursery: trio.Nursery) -> No
 async def test_an_answering_side_of_another_version(nursery: trio.Nursery) -> None:
     async def newer(stream: FrameStream) -> None:
         await stream.receive()
-        await stream.send(1, Welcome(2, "ckptfs 9", CLUSTER, ANSWERING.store, "newer"))
+        await stream.send(1, Welcome(3, "ckptfs 9", CLUSTER, ANSWERING.store, "newer"))
 
     async def other_frames(stream: FrameStream) -> None:
         await stream.receive()
@@ -481,7 +481,7 @@ async def test_an_answering_side_of_another_version(nursery: trio.Nursery) -> No
         await stream.connection.send(data)
 
     client = await client_of(newer, nursery)
-    with pytest.raises(PeerRefused, match=r"newer \(ckptfs 9\) chose protocol 2") as caught:
+    with pytest.raises(PeerRefused, match=r"newer \(ckptfs 9\) chose protocol 3") as caught:
         await client.ping()
     assert caught.value.reason is RefusalReason.VERSION
     client = await client_of(other_frames, nursery)
