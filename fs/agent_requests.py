@@ -227,7 +227,8 @@ class AgentRequests:
         if call.call == Call.JOIN and (member is None or not member.live):
             raise PeerUnreachable(f"{self._name(home)} is away")
         try:
-            answer = await self._at_home(home, lambda: self._agent.holders.call_home(home, call, data))
+            is_long = call.call == Call.SYNC
+            answer = await self._at_home(home, lambda: self._agent.holders.call_home(home, call, data, is_long=is_long))
         except PeerRefused as refused:
             return _no("old", refused.message)
         return answer_as_message(answer)

@@ -61,6 +61,11 @@ class Peers:
         self._putting = PeerPool(transport, identity)
         self._reading = PeerPool(transport, identity, connections_per_peer_max=16)
         self._calling = PeerPool(transport, identity, connections_per_peer_max=16)
+        self._calling_long = PeerPool(transport, identity)
+
+    @property
+    def _pools(self) -> tuple[PeerPool, ...]:
+        return self._putting, self._reading, self._calling, self._calling_long
 
     async def ping(self, store: StoreId, address: str) -> int:
         """The free bytes of the store at that address. Raises `PeerUnreachable`, `PeerRefused`."""
@@ -78,19 +83,18 @@ class Peers:
     def reading(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
         return self._reading.client(store, address)
 
-    def calling(self, store: StoreId, address: str) -> AbstractAsyncContextManager[PeerClient]:
-        """For calls, of which a sync may take long and must not keep readers waiting."""
-        return self._calling.client(store, address)
+    def calling(self, store: StoreId, address: str, *, is_long: bool) -> AbstractAsyncContextManager[PeerClient]:
+        """For calls to a home. Those that take long, syncs, keep no others waiting."""
+        return (self._calling_long if is_long else self._calling).client(store, address)
 
     def sent_and_received_bytes(self) -> tuple[int, int]:
         """Since the start, over all connections."""
-        pools = [pool.statistics() for pool in (self._putting, self._reading, self._calling)]
+        pools = [pool.statistics() for pool in self._pools]
         return sum(pool.sent_bytes for pool in pools), sum(pool.received_bytes for pool in pools)
 
     async def aclose(self) -> None:
-        await self._putting.aclose()
-        await self._reading.aclose()
-        await self._calling.aclose()
+        for pool in self._pools:
+            await pool.aclose()
 
 
 class Holders:
@@ -166,9 +170,9 @@ class Holders:
         async with self.reading(store) as client:
             return await client.segment_hashes(segment, cell_size, first_cell, count)
 
-    async def call_home(self, store: StoreId, call: HomeCall, data: Buffer) -> HomeAnswer:
+    async def call_home(self, store: StoreId, call: HomeCall, data: Buffer, *, is_long: bool = False) -> HomeAnswer:
         """Have another store's mount carry out a call of a program here. Raises `PeerUnreachable`, `PeerRefused`."""
-        async with self._peers.calling(store, self._address(store)) as client:
+        async with self._peers.calling(store, self._address(store), is_long=is_long) as client:
             return await client.call_home(call, data)
 
     def _address(self, store: StoreId) -> str:

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.ids import InodeNumber
+from ckptfs.cache.mount_db import BOOT_FACT
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, SetattrField
 from ckptfs.fs.home_calls import Call, pack_handles, unpack_handles
@@ -320,6 +321,28 @@ async def test_an_open_that_comes_again_truncates_once(pair: tuple[Any, Any], st
 
 
 # Nodes that die
+
+
+async def test_nobody_writes_on_after_a_power_cut_of_the_home_as_if_nothing_were_missing(
+    pair: tuple[Any, Any], start_node: StartNode
+) -> None:
+    here, there = pair
+    ino, _ = await here.create(b"file")
+    far = await there.open(ino, os.O_RDWR)
+    await there.write(far, b"content")
+    await there.fsync(far)
+    here.database.set_fact(BOOT_FACT, b"an earlier one")
+    here.database.forget_handles()
+    here.kill()
+    here = await start_node("a")
+    assert await there.errno(there.write(far, b"more", 7)) == "EIO"
+    assert _guests(here) == 0
+    await there.release(far)
+    far = await there.open(ino, os.O_RDWR)
+    assert await there.read(far) == b"content"
+    await there.write(far, b"more", 7)
+    await there.release(far)
+    assert await here.content(ino) == b"contentmore"
 
 
 async def test_a_writer_that_is_not_heard_of_is_let_go(start_node: StartNode, autojump_clock: MockClock) -> None:
