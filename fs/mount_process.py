@@ -251,7 +251,7 @@ class MountProcess:
         def forget_attributes(ino: InodeNumber) -> None:
             self._session.notify(Notification.INVAL_INODE, fuse.INVAL_INODE_OUT.pack(ino, -1, 0))
 
-        self._writers_elsewhere = WritersElsewhere(open_files, segments, self._database, content, files, noted, forget_attributes)
+        self._writers_elsewhere = WritersElsewhere(open_files, self._database, content, files, noted, forget_attributes)
         nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
         names = NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)

@@ -310,6 +310,29 @@ class OpenFiles:
             self._on_use()
         return handle
 
+    def add_guest(self, file: FileInUse) -> None:
+        """A program on another node has a handle for writing."""
+        file.guests += 1
+        file.writers += 1
+        self.pin(file)
+        self._on_use()
+
+    def remove_guest(self, file: FileInUse) -> None:
+        file.guests -= 1
+        file.writers -= 1
+        self._on_use()
+        if not file.guests and file.guest_descriptor is not None:
+            os.close(file.guest_descriptor)
+            file.guest_descriptor = None
+        self.unpin(file)
+
+    def guest_descriptor(self, file: FileInUse) -> int:
+        """A descriptor for what guests write; kept until the last of them leaves. Raises `OSError`."""
+        if file.guest_descriptor is None:
+            assert file.segment is not None
+            file.guest_descriptor = os.open(self._segments.path_of(file.segment), os.O_RDWR | os.O_CLOEXEC)
+        return file.guest_descriptor
+
     def handles_elsewhere(self) -> list[Handle]:
         """Those for writing of files whose home is another node."""
         return [handle for handle in self._handles.values() if handle.writable and not handle.file.is_home]

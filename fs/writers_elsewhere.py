@@ -23,7 +23,6 @@ import trio
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.cache.mount_db import GuestRow, MountDatabase
-from ckptfs.cache.segments import Segments
 from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
@@ -69,7 +68,6 @@ class WritersElsewhere:
     def __init__(
         self,
         open_files: OpenFiles,
-        segments: Segments,
         database: MountDatabase,
         content: FileContent,
         files: FileOperations,
@@ -77,7 +75,6 @@ class WritersElsewhere:
         forget_attributes: Callable[[InodeNumber], None] = lambda ino: None,
     ) -> None:
         self._open_files = open_files
-        self._segments = segments
         self._database = database
         self._content = content
         self._files = files
@@ -109,9 +106,7 @@ class WritersElsewhere:
 
     def _take_in(self, name: _Name, fh: int, file: FileInUse) -> None:
         self._connection(name).guests[fh] = _Guest(file, trio.current_time())
-        file.guests += 1
-        file.writers += 1
-        self._open_files.pin(file)
+        self._open_files.add_guest(file)
 
     # Calls
 
@@ -188,7 +183,7 @@ class WritersElsewhere:
 
     async def _write(self, name: _Name, connection: _Connection, call: HomeCall, data: bytes) -> int:
         file = _guest(connection, call.fh).file
-        descriptor = self._descriptor(file)
+        descriptor = self._open_files.guest_descriptor(file)
         with self._open_files.pinned(file):
             if call.flags & os.O_APPEND:
                 written = await self._noted.append(WriteName(*name, call.unique), file.ino, descriptor, data)
@@ -197,12 +192,6 @@ class WritersElsewhere:
         if call.flags & os.O_DSYNC:
             await self._files.sync_durably(file)
         return written
-
-    def _descriptor(self, file: FileInUse) -> int:
-        if file.guest_descriptor is None:
-            assert file.segment is not None
-            file.guest_descriptor = os.open(self._segments.path_of(file.segment), os.O_RDWR | os.O_CLOEXEC)
-        return file.guest_descriptor
 
     async def _tell_kernel(self, ino: InodeNumber) -> None:
         """Attributes that are asked for from now on may not be kept (`AttributeView`), those it has are void."""
@@ -215,13 +204,8 @@ class WritersElsewhere:
         if guest is None:
             return
         file = guest.file
-        file.guests -= 1
-        file.writers -= 1
         self._database.remove_guest(GuestRow(name.store, name.incarnation, fh, file.ino))
-        if not file.guests and file.guest_descriptor is not None:
-            os.close(file.guest_descriptor)
-            file.guest_descriptor = None
-        self._open_files.unpin(file)
+        self._open_files.remove_guest(file)
         await self._files.after_close(file, wrote=True)
 
     async def _keep(self, name: _Name, connection: _Connection, handles: set[int]) -> None:

@@ -362,7 +362,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             reclaimer,
             store.store_id,
         )
-        writers = WritersElsewhere(open_files, segments, database, content, files, noted)
+        writers = WritersElsewhere(open_files, database, content, files, noted)
         recovery = MountRecovery(
             database,
             store.store_id,
