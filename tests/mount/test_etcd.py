@@ -103,6 +103,45 @@ def test_ranks_on_all_nodes_save_into_one_directory(start_on_etcd: Start) -> Non
             assert (mount / "step-1/shards" / rank).read_bytes() == rank.encode() * 1000
 
 
+def test_programs_on_several_nodes_write_one_file(start_on_etcd: Start) -> None:
+    """They make it, append to it and sync it at once; then one rewrites it while the others have it open."""
+    cluster = start_on_etcd(3)
+    paths = [node.mountpoint / "log" for node in cluster.nodes]
+    failures: list[BaseException] = []
+
+    def append(number: int) -> None:
+        try:
+            file = os.open(paths[number % 3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                for line in range(60):
+                    os.write(file, b"%d:%d\n" % (number, line))
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=append, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    expected = sorted(b"%d:%d" % (number, line) for number in range(6) for line in range(60))
+    for path in paths:
+        assert sorted(path.read_bytes().splitlines()) == expected
+    protect(paths[2])
+    readers = [os.open(path, os.O_RDONLY) for path in paths]
+    try:
+        for number, path in enumerate(paths):
+            data = content(10_000 + number, number)
+            path.write_bytes(data)
+            assert [other.read_bytes() for other in paths] == [data] * 3
+    finally:
+        for reader in readers:
+            os.close(reader)
+
+
 def test_open_files_go_on_while_etcd_is_away(start_on_etcd: Start, make_etcd: Callable[[], Any]) -> None:
     member = make_etcd()
     cluster = start_on_etcd(3, member=member)
