@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 
 MEMBERS_SECONDS = 2.0
 HOUSEKEEPING_SECONDS = 600.0
+SWEEP_PAUSE_FACTOR = 50
+"""A sweep of the shards takes at most so small a part of the time, however much is held."""
 RESERVE_SECONDS = 2.0
 HURRY_SECONDS_MAX = 2.0
 """How long a node is tried that is to hurry; who waits for it asks again."""
@@ -206,9 +208,7 @@ class Agent:
             unchanged_seconds=settings.raise_unchanged_seconds,
         )
         self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
-        self.collector = Collector(
-            kv, self.members, now_ns, grace_seconds=settings.grace_seconds, pause_seconds=settings.collect_seconds
-        )
+        self.collector = Collector(kv, self.members, grace_seconds=settings.grace_seconds, pause_seconds=settings.collect_seconds)
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
         self.verifier = Verifier(reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
@@ -406,7 +406,6 @@ class Agent:
                 log.warning("copies_not_released error=%s", error)
 
     async def _sweep_again_and_again(self) -> None:
-        """With pauses so long that it takes at most a fiftieth of the time, however much is held."""
         pause_seconds = self._settings.sweep_seconds
         while True:
             await trio.sleep(pause_seconds)
@@ -415,7 +414,7 @@ class Agent:
                 await self.sweep.sweep()
             except (CacheError, OSError) as error:
                 log.warning("sweep_put_off error=%s", error)
-            pause_seconds = max(self._settings.sweep_seconds, 50 * (trio.current_time() - started))
+            pause_seconds = max(self._settings.sweep_seconds, SWEEP_PAUSE_FACTOR * (trio.current_time() - started))
 
     async def _collect_again_and_again(self) -> None:
         began = time.monotonic()

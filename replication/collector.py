@@ -5,6 +5,9 @@ before its death is protected or gone (the *frontier*): so rotating checkpoints 
 Nothing reads it then: who has it open on another node says so in the catalog (`cache.segment_holds`), and the transaction
 compares that nobody does.
 
+How long a version has been dead is measured on this process's own clock, from when it first saw it dead: the wall clock of the
+node that stamped the death may be an hour off, and then the grace would be over before it began, or not for another hour.
+
 One node does this for all: the live store with the lowest id. Two that take themselves for it do no harm.
 """
 
@@ -78,21 +81,22 @@ class Frontier(NamedTuple):
 
 
 class Collector:
-    """`run` in the agent. `now_ns` is the wall clock that deaths are stamped with."""
+    """`run` in the agent. `now` is a clock that nobody sets."""
 
     def __init__(
         self,
         kv: KeyValue,
         members: Members,
-        now_ns: Callable[[], int],
         *,
         grace_seconds: float = GRACE_SECONDS,
         pause_seconds: float = PAUSE_SECONDS,
+        now: Callable[[], float] = trio.current_time,
     ) -> None:
         self.statistics = CollectorStatistics()
         self._kv = kv
         self._members = members
-        self._now_ns = now_ns
+        self._now = now
+        self._dead_since: dict[Vid, float] = {}
         self._grace_seconds = grace_seconds
         self._pause_seconds = pause_seconds
 
@@ -107,10 +111,12 @@ class Collector:
             return 0
         dead, frontier = await self._walk()
         self.statistics.dead = len(dead)
+        now = self._now()
+        self._dead_since = {one.vid: self._dead_since.get(one.vid, now) for one in dead}
         full = len(members) > 1 and sum(member.free_bytes > 0 for member in members) < DOMAINS_WITH_SPACE_MIN
         count = 0
         for one in dead:
-            age_seconds = (self._now_ns() - one.version.dead_at_ns) / 1e9
+            age_seconds = now - self._dead_since[one.vid]
             if age_seconds < self._grace_seconds:
                 continue
             allowed = frontier.allows(one, age_seconds)
