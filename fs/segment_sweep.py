@@ -87,6 +87,7 @@ class SegmentSweep:
         count = 0
         try:
             revision = await self._namespace.kv.revision()
+            await self._namespace.kv.catch_up()  # what the log says is gone must not be there still, for it isn't looked at again
             for row in await self._rows_to_look_at(revision):
                 if await self._let_go(row):
                     count += 1

@@ -475,6 +475,31 @@ async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> Non
     assert node.segment_count() == 1
 
 
+async def test_what_another_node_removed_is_let_go_though_the_replica_lags(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog's log says that it is gone, and reads still show it: it would not be looked at again."""
+    node = await start_node()
+    sweep = _sweep(node)
+    await node.save(b"local", b"content")
+    assert await sweep.sweep_rows() == 0
+    before = {entry.key: entry for entry in await node.kv.range(b"")}
+    await Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0).unlink(InodeNumber(ROOT), b"local")
+    get = node.kv.get
+
+    async def lagging(key: bytes) -> Any:
+        return before.get(key)
+
+    async def catch_up() -> None:
+        node.kv.get = get
+
+    monkeypatch.setattr(node.kv, "get", lagging)
+    monkeypatch.setattr(node.kv, "catch_up", catch_up)
+    assert await sweep.sweep_rows() == 1
+    await node.settle()
+    assert node.segment_count() == 0
+
+
 async def test_a_sync_that_failed_stays_failed_after_a_kill(start_node: StartNode) -> None:
     """The kernel has marked the pages clean: the next process's sync would succeed, and so would the next one's seal."""
     node = await start_node()
