@@ -1,0 +1,404 @@
+"""Programs on the simulated nodes that save, replace, append to, rename, remove and read files, and what they were promised.
+
+Every name is worked on by one program at a time, on whichever node, so that what it may show afterwards is known: `Known` holds
+it. Readers are free to come at any time; what one reads while nobody changes the name must be right to the byte. What an error
+leaves open (a request whose answer was lost, a file half written when its node died) may be found done or not, until it is
+settled by what is done next.
+"""
+
+import errno
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from random import Random
+
+import trio
+from simulated_node import Cluster, Node
+from virtual_machine import world
+
+from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.fuse_format import Opcode
+
+ROOT = 1
+OPEN_ERRORS = (errno.EBUSY, errno.ESTALE, errno.ENOENT)
+"""With these an open had no effect: another node writes the file, or the name leads elsewhere."""
+
+AWAY = (errno.EIO, errno.ENOTCONN, errno.ENOSPC)
+WAIT_SECONDS_MAX = 400.0
+LOCAL_SECONDS_MAX = 1.0
+"""What a write or close may take at most on a machine that is neither frozen nor restarts its mount (R13)."""
+
+
+class Shows:
+    """What a name may show: `exactly` some bytes, or nothing at all; else what `allows` says."""
+
+    def __init__(self, content: bytes | None, allows: Callable[[bytes | None], bool] | None = None) -> None:
+        self.content = content
+        self._allows = allows
+
+    def allows(self, found: bytes | None) -> bool:
+        return self._allows(found) if self._allows is not None else found == self.content
+
+    def __repr__(self) -> str:
+        what = "nothing" if self.content is None else f"{len(self.content)} bytes {self.content[:4].hex()}"
+        return what if self._allows is None else f"part of {what}"
+
+
+def part_of(content: bytes) -> Shows:
+    """Some of it from the beginning, with zeros where a power cut took pages: what a program that died may leave."""
+    return Shows(content, lambda found: found is None or len(found) <= len(content))
+
+
+def grown(before: bytes, content: bytes) -> Shows:
+    """An append that a power cut or an error came into."""
+    return Shows(content, lambda found: found is not None and found[: len(before)] == before and len(found) <= len(content))
+
+
+@dataclass
+class Saved:
+    """One state of a name, as its program was told. `home` wrote it; `is_safe`: it survives a power cut there; `is_protected`:
+    also the loss of that machine."""
+
+    shows: Shows
+    home: int | None = None
+    is_safe: bool = False
+    is_protected: bool = False
+
+
+@dataclass
+class Known:
+    """What a name may show now: the last of `history` and what is `open` (undecided). Older states count after a power cut."""
+
+    history: list[Saved] = field(default_factory=lambda: [Saved(Shows(None), None, True, True)])
+    undecided: list[Shows] = field(default_factory=list)
+    changes: int = 0
+    is_changing: bool = False
+    may_fail: bool = False
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def newest(self) -> Saved:
+        return self.history[-1]
+
+    def settled(self, saved: Saved) -> None:
+        """The name shows this now, and nothing else."""
+        self.history.append(saved)
+        if saved.is_safe:
+            del self.history[:-1]
+        self.undecided.clear()
+        self.changes += 1
+        self.may_fail = False
+
+    def doubted(self, *shows: Shows) -> None:
+        """It may show these now, or what it showed before."""
+        self.undecided += shows
+        self.changes += 1
+
+    def now_safe(self) -> None:
+        self.newest.is_safe = True
+        del self.history[:-1]
+
+    def power_was_cut(self, machine: int) -> None:
+        """What its home had not synced may be gone."""
+        while len(self.history) > 1 and self.newest.home == machine and not self.newest.is_safe:
+            lost = self.history.pop()
+            self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
+        self.changes += 1
+
+    def allows(self, found: bytes | None) -> bool:
+        return any(shows.allows(found) for shows in (self.newest.shows, *self.undecided))
+
+    def __str__(self) -> str:
+        return f"{self.newest.shows}, or {self.undecided}"
+
+
+class Clients:
+    """The programs. `names` are those in the root."""
+
+    def __init__(self, cluster: Cluster, chance: Random, names: str) -> None:
+        self.cluster = cluster
+        self.known = {name: Known() for name in names}
+        self.is_ending = False
+        self._chance = chance
+        self._names = sorted(names)
+        self._number = 0
+        self.counts: dict[str, int] = {}
+
+    async def work(self) -> None:
+        """One thing after the other, until it is to end."""
+        while not self.is_ending:
+            await trio.sleep(self._chance.expovariate(2.0))
+            await self.step()
+
+    async def step(self) -> None:
+        up = [node for node in self.cluster.nodes if node.connection]
+        if not up:
+            return
+        node, chance = self._chance.choice(up), self._chance
+        name, other = chance.sample(self._names, 2)
+        what = chance.choice(("save", "save", "save", "replace", "replace", "append", "unlink", "rename", "read", "read", "read"))
+        with trio.move_on_after(WAIT_SECONDS_MAX) as scope:
+            match what:
+                case "read":
+                    await self.read(node, name)
+                case "rename":
+                    first, second = sorted((name, other))
+                    async with self._changing(first), self._changing(second):
+                        await self._rename(node, name, other)
+                case "replace":
+                    async with self._changing(name):
+                        await self._replace(node, name)
+                case _:
+                    async with self._changing(name):
+                        await {"save": self._save, "append": self._append, "unlink": self._unlink}[what](node, name)
+        if scope.cancelled_caught:
+            self.cluster.problem(f"{what} {name} on {node.machine.name} has not ended after {WAIT_SECONDS_MAX:g} s")
+
+    @asynccontextmanager
+    async def _changing(self, name: str) -> AsyncIterator[None]:
+        known = self.known[name]
+        async with known.lock:
+            known.is_changing = True
+            known.changes += 1
+            try:
+                yield
+            finally:
+                known.is_changing = False
+                known.changes += 1
+
+    def _note(self, node: Node, what: str) -> None:
+        self.counts[what.split()[0]] = self.counts.get(what.split()[0], 0) + 1
+        self.cluster.note(f"{node.machine.name} {what}")
+
+    def _content(self) -> bytes:
+        self._number += 1
+        chance = Random(f"{self._number}")
+        size = self._chance.choice((0, 1, 700, 1900, 5000, 9000, 20_000))
+        return self._number.to_bytes(4) * (size > 4) + chance.randbytes(max(0, size - 4))
+
+    # ---- calls
+
+    async def lookup(self, node: Node, name: str) -> int | None:
+        """The inode a name leads to."""
+        try:
+            answer = await node.ask(Opcode.LOOKUP, ROOT, name.encode() + b"\0")
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return int(fuse.ENTRY_OUT.unpack_from(answer)[0])
+
+    async def _open(self, node: Node, name: str, flags: int) -> int | None:
+        """A handle, None if the name does not exist; looked up again once, as the kernel does it, if it moved meanwhile."""
+        for attempt in range(2):
+            ino = await self.lookup(node, name)
+            if ino is None:
+                return None
+            try:
+                return int(fuse.OPEN_OUT.unpack(await node.ask(Opcode.OPEN, ino, fuse.OPEN_IN.pack(flags, 0)))[0])
+            except OSError as error:
+                if error.errno != errno.ESTALE or attempt:
+                    raise
+        return None
+
+    async def _create_or_truncate(self, node: Node, name: str) -> int:
+        fh = await self._open(node, name, os.O_WRONLY | os.O_TRUNC)
+        if fh is not None:
+            return fh
+        body = fuse.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o100644, 0, 0) + name.encode() + b"\0"
+        answer = await node.ask(Opcode.CREATE, ROOT, body)
+        return int(fuse.OPEN_OUT.unpack(answer[-fuse.OPEN_OUT.size :])[0])
+
+    async def _local(self, node: Node, opcode: int, body: bytes) -> bytes:
+        """A call that must not wait for anybody (R13)."""
+        mount, began, boot = node.mount, world.seconds(), node.machine.thawed
+        answer: bytes = await node.ask(opcode, 0, body)
+        took = world.seconds() - began
+        if took > LOCAL_SECONDS_MAX and node.mount is mount and boot is None and not node.machine.was_frozen_since(began):
+            self.cluster.problem(f"{Opcode(opcode).name} on {node.machine.name} took {took:.3f} s")
+        return answer
+
+    async def _write(self, node: Node, fh: int, data: bytes, at: int = 0) -> None:
+        for offset in range(0, len(data), 6000):
+            part = data[offset : offset + 6000]
+            await self._local(node, Opcode.WRITE, fuse.WRITE_IN.pack(fh, at + offset, len(part), 0, 0, 0, 0) + part)
+            if self._chance.random() < 0.2:
+                await trio.sleep(self._chance.choice((0.01, 0.5, 2.5)))
+
+    async def _release(self, node: Node, fh: int) -> None:
+        """close(2) doesn't wait for this request, but for FLUSH before it."""
+        await self._local(node, Opcode.FLUSH, bytes(24))
+        await node.ask(Opcode.RELEASE, 0, fuse.RELEASE_IN.pack(fh, 0, 0, 0))
+
+    async def _write_and_close(self, node: Node, fh: int, data: bytes, at: int = 0) -> bool:
+        """Whether it was synced. Raises `OSError`; the handle is closed all the same where that can be."""
+        try:
+            await self._write(node, fh, data, at)
+            synced = self._chance.random() < 0.3
+            if synced:
+                await node.ask(Opcode.FSYNC, 0, fuse.FSYNC_IN.pack(fh, 0, 0))
+        except OSError:
+            if node.connection:
+                with suppress(OSError):
+                    await self._release(node, fh)
+            raise
+        await self._release(node, fh)
+        return synced
+
+    # ---- what programs do, alone with their names
+
+    async def _save(self, node: Node, name: str) -> bool:
+        known, content = self.known[name], self._content()
+        boot = node.machine.boot
+        try:
+            fh = await self._create_or_truncate(node, name)
+        except OSError as error:
+            self._note(node, f"save {name} not opened: {errno.errorcode.get(error.errno or 0)}")
+            if error.errno not in OPEN_ERRORS:
+                known.doubted(Shows(b""))
+            return False
+        known.doubted(part_of(content))
+        try:
+            synced = await self._write_and_close(node, fh, content)
+        except OSError as error:
+            self._note(node, f"save {name} failed: {errno.errorcode.get(error.errno or 0)}")
+            known.doubted(part_of(content), Shows(None))
+            return False
+        if node.machine.boot == boot:
+            known.settled(Saved(Shows(content), node.machine.number, synced))
+        self._note(node, f"saved {name} size={len(content)} synced={synced}")
+        return True
+
+    async def _replace(self, node: Node, name: str) -> None:
+        temporary = f"{name}.tmp{self._number}"
+        self.known[temporary] = Known()
+        try:
+            if await self._save(node, temporary):
+                await self._rename(node, temporary, name)
+            else:
+                await node.ask(Opcode.UNLINK, ROOT, temporary.encode() + b"\0")
+        except OSError:
+            pass
+        finally:
+            del self.known[temporary]
+
+    async def _append(self, node: Node, name: str) -> None:
+        known = self.known[name]
+        before, more = known.newest.shows.content, self._content()
+        if known.undecided or not before or not more:
+            return
+        boot = node.machine.boot
+        try:
+            fh = await self._open(node, name, os.O_WRONLY)
+        except OSError as error:
+            self._note(node, f"append {name} not opened: {errno.errorcode.get(error.errno or 0)}")
+            return
+        if fh is None:
+            self.cluster.problem(f"{name} is not there for {node.machine.name}: it should show {known}")
+            return
+        whole = before + more
+        known.doubted(grown(before, whole))
+        try:
+            synced = await self._write_and_close(node, fh, more, len(before))
+        except OSError as error:
+            self._note(node, f"append {name} failed: {errno.errorcode.get(error.errno or 0)}")
+            return
+        if node.machine.boot == boot:
+            # An append in place: what was there before is in the same file, and a power cut may take what is new.
+            safe = known.newest.is_safe
+            known.history[-1] = Saved(grown(before, whole), known.newest.home, safe)
+            known.settled(Saved(Shows(whole), node.machine.number, synced))
+        self._note(node, f"appended {name} size={len(whole)} synced={synced}")
+
+    async def _unlink(self, node: Node, name: str) -> None:
+        known = self.known[name]
+        try:
+            await node.ask(Opcode.UNLINK, ROOT, name.encode() + b"\0")
+        except OSError as error:
+            self._note(node, f"unlink {name}: {errno.errorcode.get(error.errno or 0)}")
+            if error.errno == errno.ENOENT:
+                if not known.allows(None):
+                    self.cluster.problem(f"unlink of {name} on {node.machine.name} found nothing: it should show {known}")
+                known.settled(Saved(Shows(None), None, True, True))
+            else:
+                known.doubted(Shows(None))
+            return
+        known.settled(Saved(Shows(None), None, True, True))
+        self._note(node, f"unlinked {name}")
+
+    async def _rename(self, node: Node, name: str, other: str) -> None:
+        known, target = self.known[name], self.known[other]
+        body = fuse.RENAME2_IN.pack(ROOT, 0, 0) + name.encode() + b"\0" + other.encode() + b"\0"
+        boot = node.machine.boot
+        before = list(known.history)
+        try:
+            await node.ask(Opcode.RENAME2, ROOT, body)
+        except OSError as error:
+            self._note(node, f"rename {name} {other}: {errno.errorcode.get(error.errno or 0)}")
+            if error.errno == errno.ENOENT:
+                if not known.allows(None):
+                    self.cluster.problem(f"rename of {name} on {node.machine.name} found nothing: it should show {known}")
+                known.settled(Saved(Shows(None), None, True, True))
+            elif error.errno not in OPEN_ERRORS:
+                target.doubted(before[-1].shows, *known.undecided)
+                known.doubted(Shows(None))
+            return
+        newest, undecided = before[-1], list(known.undecided)
+        target.settled(Saved(newest.shows, newest.home, newest.is_safe, newest.is_protected))
+        target.doubted(*undecided)
+        if node.machine.boot != boot:
+            target.power_was_cut(node.machine.number)
+        if len(before) > 1:  # the file itself may fall back to what it had before
+            target.history[-2:-1] = [*target.history[-2:-1], *before[:-1]]
+        known.settled(Saved(Shows(None), None, True, True))
+        self._note(node, f"renamed {name} {other}")
+        await self._seen_everywhere()
+
+    async def _seen_everywhere(self) -> None:
+        """A name that was moved away a moment ago may still lead to its file on a node whose watch lags, also for an open."""
+        revision = self.cluster.etcd.revision
+        while any(
+            node.mount is not None and node.mount.replica is not None and node.mount.replica._revision < revision
+            for node in self.cluster.nodes
+        ):
+            await trio.sleep(0.1)
+
+    # ---- readers
+
+    async def read(self, node: Node, name: str) -> bool:
+        """Read the whole file, and compare; whether it could be."""
+        known = self.known[name]
+        changes, was_changing = known.changes, known.is_changing
+        try:
+            found = await self._contents(node, name)
+        except OSError as error:
+            self._note(node, f"read {name}: {errno.errorcode.get(error.errno or 0)}")
+            if known.changes == changes and not was_changing and error.errno not in (*AWAY, errno.ESTALE):
+                self.cluster.problem(f"reading {name} on {node.machine.name}: {error}")
+            return False
+        what = "nothing" if found is None else f"{len(found)} bytes {found[:4].hex()}"
+        self._note(node, f"read {name} {what}")
+        if known.changes == changes and not was_changing and not known.allows(found):
+            self.cluster.problem(f"{name} shows {what} on {node.machine.name}: it should show {known}")
+        return True
+
+    async def _contents(self, node: Node, name: str) -> bytes | None:
+        fh = await self._open(node, name, os.O_RDONLY)
+        if fh is None:
+            return None
+        found = bytearray()
+        try:
+            while True:
+                part = await node.ask(Opcode.READ, 0, fuse.READ_IN.pack(fh, len(found), 16384, 0, 0, 0, 0))
+                found += part
+                if len(part) < 16384:
+                    return bytes(found)
+        finally:
+            if node.connection:
+                with trio.CancelScope(shield=True), trio.move_on_after(60.0), suppress(OSError):
+                    await self._release(node, fh)
+
+    def power_was_cut(self, machine: int) -> None:
+        for known in self.known.values():
+            known.power_was_cut(machine)
