@@ -117,18 +117,16 @@ def _without_syncs(module: Any) -> None:
 async def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-RULES: dict[str, Callable[[], None]] = {
-    rule.__name__: rule
-    for rule in (
-        reclaim_at_unlink,
-        commit_before_the_last_acknowledgement,
-        shard_not_synced,
-        local_not_synced,
-        collect_without_looking,
-        cur_set_at_close,
-        watch_resumed_at_the_compaction,
-        no_operation_key,
-        no_session_compare,
-        fsync_forgets_the_mark,
-    )
+RULES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+    "reclaim_at_unlink": (reclaim_at_unlink, ()),
+    "commit_before_the_last_acknowledgement": (commit_before_the_last_acknowledgement, ()),
+    "shard_not_synced": (shard_not_synced, ()),
+    "local_not_synced": (local_not_synced, ()),
+    "collect_without_looking": (collect_without_looking, ()),
+    "cur_set_at_close": (cur_set_at_close, ()),
+    "watch_resumed_at_the_compaction": (watch_resumed_at_the_compaction, ("compact",)),
+    "no_operation_key": (no_operation_key, ("kill_before_answer",)),
+    "no_session_compare": (no_session_compare, ("freeze", "cut_from_etcd", "isolate")),
+    "fsync_forgets_the_mark": (fsync_forgets_the_mark, ("cut_power",)),
 }
+"""Each with the kinds of fault that show it, if it takes certain ones."""

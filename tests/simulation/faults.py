@@ -1,7 +1,7 @@
 """What goes wrong in a simulated cluster, and when: each seed takes some kinds of fault, and leaves the others out."""
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
 import trio
@@ -14,13 +14,16 @@ from virtual_machine import world
 class Faults:
     """`run` makes one after the other until it is to end; `heal` ends all that last."""
 
-    def __init__(self, cluster: Cluster, clients: Clients, invariants: Invariants, chance: Random) -> None:
+    def __init__(
+        self, cluster: Cluster, clients: Clients, invariants: Invariants, chance: Random, only: Sequence[str] = ()
+    ) -> None:
         self._cluster = cluster
         self._clients = clients
         self._invariants = invariants
         self._chance = chance
         kinds: list[Callable[[], Awaitable[None]]] = [
             self.kill_mount,
+            self.kill_before_answer,
             self.kill_agent,
             self.kill_node,
             self.cut_power,
@@ -41,10 +44,12 @@ class Faults:
         self.ending = trio.Event()
         """Set when nothing is to go wrong any more."""
         self.kinds = chance.sample(kinds, chance.randint(2, 6))
+        if only:
+            self.kinds = [kind for kind in kinds if kind.__name__ in only]
 
     async def run(self) -> None:
         while not self.ending.is_set():
-            await trio.sleep(self._chance.uniform(0.2, 4.0))
+            await trio.sleep(self._chance.uniform(0.1, 2.5))
             kind = self._chance.choice(self.kinds)
             self._cluster.note(f"FAULT {kind.__name__}")
             await kind()
@@ -60,6 +65,7 @@ class Faults:
         for node in cluster.nodes:
             node.machine.thaw()
             node.machine.full = False
+            node.kills_before_answer = 0
             node.machine.skew_seconds = 0.0
         cluster.network.stir()
         for node in cluster.nodes:
@@ -71,7 +77,7 @@ class Faults:
         return self._chance.choice(up) if up else None
 
     async def _while_it_lasts(self) -> None:
-        with trio.move_on_after(self._chance.choice((0.05, 0.5, 2.0, 5.0, 12.0))):
+        with trio.move_on_after(self._chance.choice((0.05, 0.5, 2.0, 2.0, 5.0, 12.0))):
             await self.ending.wait()
 
     # ---- processes and machines
@@ -79,6 +85,11 @@ class Faults:
     async def kill_mount(self) -> None:
         if (node := self._up()) is not None:
             await node.kill_process("mount")
+
+    async def kill_before_answer(self) -> None:
+        """Of requests that were carried out."""
+        if (node := self._up()) is not None:
+            node.kills_before_answer += self._chance.randint(1, 3)
 
     async def kill_agent(self) -> None:
         if (node := self._up()) is not None:
@@ -159,8 +170,14 @@ class Faults:
         """As R19 does it, but far nearer: the watches that have seen less begin anew."""
         etcd = self._cluster.etcd
         revision = max(etcd.compacted + 1, etcd.revision - self._chance.choice((0, 1, 2, 10)))
-        etcd.breaks_left += self._chance.randint(0, 2)
-        etcd.stir()
+        node = self._up()
+        if node is not None and node.mount is not None and self._chance.random() < 0.7:  # just where its watch goes on
+            etcd.cut_off.add(node.machine.number)
+            etcd.stir()
+            await self._while_it_lasts()
+            etcd.cut_off.discard(node.machine.number)
+            if node.mount is not None and node.mount.replica is not None:
+                revision = max(etcd.compacted + 1, min(node.mount.replica._revision + 1, etcd.revision))
         put = {"request_put": {"key": CATALOG.encode() + b"/c/compact", "value": b"%d" % revision}}
         etcd.answer("/v3/kv/txn", {"compare": [], "success": [put]})
         etcd.answer("/v3/kv/compaction", {"revision": revision})

@@ -128,7 +128,7 @@ class Clients:
     async def work(self) -> None:
         """One thing after the other, until it is to end."""
         while not self.is_ending:
-            await trio.sleep(self._chance.expovariate(2.0))
+            await trio.sleep(self._chance.expovariate(3.0))
             await self.step()
 
     async def step(self) -> None:

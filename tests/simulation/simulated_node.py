@@ -125,6 +125,7 @@ class Node:
         self.agent: AgentLife | None = None
         self.connection = 0
         self.is_new_connection = False
+        self.kills_before_answer = 0
         self.changed = trio.Event()
         self.lives: dict[str, Process] = {}
         self.is_up = False
@@ -301,6 +302,10 @@ class Node:
                     continue
                 await self.machine.turn()
                 found = await mount.carry_out(RequestHeader(len(body), opcode, unique, ino, 0, 0, 1, 0, 0), body)
+                if found is not None and self.kills_before_answer and self.mount is mount and world.chance.random() < 0.3:
+                    self.kills_before_answer -= 1
+                    await self.kill_process("mount")
+                    continue
                 if found is not None:
                     mount.answered(unique)
                     return found
