@@ -25,7 +25,7 @@ from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_replica import ReplicatedCatalog
 from ckptfs.cache.errors import CacheError, CatalogUnavailable, SessionEnded
-from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, Vid
+from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -48,22 +48,26 @@ from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import RequestHeader
 from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.growing import GrowingFiles
+from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
+from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.remote_content import RemoteContent, place_of
 from ckptfs.fs.remote_files import RemoteFiles
 from ckptfs.fs.remote_readers import RemoteReaders
+from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
+from ckptfs.fs.writers_elsewhere import WritersElsewhere
 from ckptfs.replication.codec import choose_codec
 
 log = logging.getLogger(__name__)
@@ -392,25 +396,38 @@ class MountLife:
         view = AttributeView(namespace, open_files, removed, remote, store.store_id, 1.0, keeps_names=False)
         records = FileRecords(namespace, open_files, removed, database)
         content = FileContent(namespace, versions, open_files, segments, database, view, elsewhere, reclaimer, store.store_id)
+        self.writing = RemoteWriting(open_files, remote, self.incarnation)
+        self.noted = NotedWrites(database, store.store_id, self.incarnation)
         files = FileOperations(
-            namespace, versions, open_files, segments, database, view, records, content, elsewhere, removed, settler, growing,
+            namespace, versions, open_files, segments, database, view, records, content, elsewhere, self.writing,
+            self.noted, removed, settler, growing,
             reclaimer, store.store_id,
         )  # fmt: skip
+        self.writers = writers = WritersElsewhere(open_files, database, content, files, self.noted)
         nameless = NamelessFiles(namespace, open_files, segments, database, view, settler, files.opened)
-        names = NameOperations(namespace, view, content, files, nameless, removed, repeats)
+        names = NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path)
         self._handlers = behind_barrier(names.handlers() | files.handlers() | inodes.handlers(), kv)
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
         mark = RefusalMark(store.store_id, store.path)
         recovery = MountRecovery(
             database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen,
-            store.boot, mark, self._marks, new_connection=node.is_new_connection,
+            store.boot, mark, self._marks, new_connection=node.is_new_connection, restore_guests=writers.restore,
         )  # fmt: skip
         node.is_new_connection = False
         await recovery.run()
         await growing.begin()
         sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, database, store.store_id)
-        for task in (settler.run, reclaimer.run, holds.run, elsewhere.keep_what_died, growing.run, sweep.run):
+        for task in (
+            settler.run,
+            reclaimer.run,
+            holds.run,
+            elsewhere.keep_what_died,
+            growing.run,
+            sweep.run,
+            self.writing.run,
+            writers.run,
+        ):
             nursery.start_soon(task)
         nursery.start_soon(self._checkpoint_now_and_then, kv)
         nursery.start_soon(self._wake_agent, False)
@@ -431,7 +448,7 @@ class MountLife:
 
     def _close_descriptors(self) -> None:
         for file in self.open_files:
-            for descriptor in (file.descriptor, file.write_descriptor, file.copy_descriptor):
+            for descriptor in (file.descriptor, file.write_descriptor, file.guest_descriptor, file.copy_descriptor):
                 if descriptor is not None:
                     with suppress(OSError):
                         os.close(descriptor)
@@ -469,6 +486,8 @@ class MountLife:
     def answered(self, unique: int) -> None:
         """The kernel has taken the answer."""
         self.repeats.answered(unique)
+        self.writing.answered(unique)
+        self.noted.answered(self.noted.own(unique))
         self._to_repeat.discard(unique)
         self._look_whether_all_came()
 
@@ -490,6 +509,9 @@ class MountLife:
                 self.database.set_protected(vids, in_use=self.open_files.protected(set(vids)))
                 self.growing.protected(vids)
                 return {"ok": True}
+            case "call":
+                call, data = from_message(request)
+                return answer_as_message(await self.writers.call(StoreId(bytes(request["store"])), call, data))
             case "settle":
                 self.settler.hurry()
                 return {"ok": True}
@@ -565,6 +587,7 @@ class AgentLife:
                 grace_seconds=GRACE_SECONDS,
             ),
             settle=teller.settle,
+            answer_call=teller.call,
         )
         agent.sweep._unnamed_seconds = UNNAMED_SECONDS
         self._opened.append(agent._opened.close)
