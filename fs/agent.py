@@ -71,7 +71,7 @@ HURRY_SECONDS_MAX = 2.0
 """How long a node is tried that is to hurry; who waits for it asks again."""
 CATALOG_RETRY_SECONDS = 0.5
 VERIFY_BUFFER_BYTES = 16 << 20
-REBUILT_AT_ONCE = 2
+REBUILT_AT_ONCE = 4
 """Versions whose shards are moved at the same time: one is read while another is synced by its holders."""
 
 

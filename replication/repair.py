@@ -14,6 +14,7 @@ had so is made of the others.
 """
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,9 @@ from ckptfs.replication.stripes import stripe_cells
 from ckptfs.replication.verify_report import FileReport
 
 logger = logging.getLogger(__name__)
+
+STILL_THERE_SECONDS = 1.0
+"""How often it is looked whether the version still is what it was; the commit compares that anyway."""
 
 ROUNDS_MAX = 4
 """How often what failed is tried again, at the same holder or at another, before it is reported."""
@@ -311,12 +315,15 @@ class Repairer:
         counts = {lane.index: geometry.shard_cell_count(lane.index) for lane in lanes}
         for lane in lanes:
             lane.hashes.clear()
+        looked_at = -math.inf
         for stripe in range(geometry.stripe_count):
             live = [lane for lane in lanes if lane.sink is not None and stripe < counts[lane.index]]
             live = [lane for lane in live if lane.table is None or lane.next_stripe <= stripe]
             if not live:
                 continue
-            await self._require_unchanged(content.vid, content.version)
+            if trio.current_time() - looked_at >= STILL_THERE_SECONDS:
+                await self._require_unchanged(content.vid, content.version)
+                looked_at = trio.current_time()
             await reader.read_stripe(content, stripe, buffer)
             cells = await self._threads.run(self._cells, content, stripe, buffer, [lane.index for lane in live])
 
