@@ -65,6 +65,7 @@ STABLE_SECONDS = 10.0
 STOP_SECONDS = 20.0
 DRAIN_ANSWER_SECONDS = 5.0
 """How much later than its deadline the agent may say what it protected."""
+DRAIN_RETRY_SECONDS = 0.2
 GIVE_UP_SECONDS = 10.0
 """For so long a mount process is tried on a drive that takes no writes: then programs are to have errors."""
 
@@ -210,11 +211,18 @@ class Supervisor:
         """Protect first what only this node has, as far as there is time; a second signal ends that."""
         seconds = self._config.node.drain_seconds
         service_manager.notify("STOPPING=1")
-        try:
-            request = {"do": "drain", "deadline": seconds, "leave": False}
-            report = await LocalClient(store.agent_socket).call(request, timeout_seconds=seconds + DRAIN_ANSWER_SECONDS)
-        except NodeNotAnswering as error:
-            report = {"ok": False, "message": str(error)}
+        agent, deadline = LocalClient(store.agent_socket), trio.current_time() + seconds
+        while True:
+            left = max(0.0, deadline - trio.current_time())
+            try:
+                request = {"do": "drain", "deadline": left, "leave": False}
+                report = await agent.call(request, timeout_seconds=left + DRAIN_ANSWER_SECONDS)
+                break
+            except NodeNotAnswering as error:  # it may just be starting
+                report = {"ok": False, "message": str(error)}
+            if not left:
+                break
+            await trio.sleep(min(left, DRAIN_RETRY_SECONDS))
         if not report.get("ok"):
             self._not_drained = f"what only this node has could not be protected before it ended: {report.get('message')}"
         elif report["possible"] and (report["left_files"] or report["open_files"]):
