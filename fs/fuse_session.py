@@ -297,19 +297,19 @@ class FuseSession:
         finally:
             if len(self._buffers) < 4:
                 self._buffers.append(buffer)
+        self._answer(message)
+        self._on_answered(header.unique)
+
+    def _answer(self, message: tuple[bytes, Answer]) -> None:
         try:
             os.writev(self._device, message)
         except OSError as error:
-            self._not_answered(error, message)
-        self._on_answered(header.unique)
-
-    def _not_answered(self, error: OSError, message: tuple[bytes, Answer]) -> None:
-        if error.errno in (errno.ENODEV, errno.ECONNABORTED):
-            self._ended.set()
-        elif error.errno != errno.ENOENT:
-            # The kernel has ended the request with EIO; a malformed answer is a bug, and no reason to end the mount.
-            self._unexpected_errors += 1
-            log.error("answer_refused length=%d", len(message[0]) + len(message[1]), exc_info=error)
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+                self._ended.set()
+            elif error.errno != errno.ENOENT:
+                # The kernel has ended the request with EIO; a malformed answer is a bug, and no reason to end the mount.
+                self._unexpected_errors += 1
+                log.exception("answer_refused length=%d", len(message[0]) + len(message[1]))
 
     def _negotiate(self, body: memoryview) -> bytes:
         major, minor, max_readahead, low = fuse.INIT_IN_SHORT.unpack_from(body)
