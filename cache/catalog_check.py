@@ -28,6 +28,7 @@ _STATES_FOR = {
     "prev_local": {VersionState.LOCAL},
     "prefix": {VersionState.PROTECTED},
     "prefix_next": {VersionState.LOCAL},
+    "rolled_back_from": {VersionState.OPEN, VersionState.LOCAL},
 }
 
 

@@ -52,10 +52,11 @@ from ckptfs.cache.etcd_gateway import (
     TransactionAnswer,
     WatchAnswer,
 )
+from ckptfs.cache.session_fence import SessionFence
+from ckptfs.cache.store_registry import SESSION_SECONDS
 
 log = logging.getLogger(__name__)
 
-SESSION_SECONDS = 10
 HANDLE_LEASE_SECONDS = 120
 COMPACTED_KEY = b"c/compact"
 """The revision of etcd the history is about to be cut at, decimal, put before it is (R19)."""
@@ -91,6 +92,7 @@ class EtcdCatalog:
         self._newest = 0
         self._base: int | None = None
         self._watches: set[trio.CancelScope] = set()
+        self._fence: SessionFence | None = None
 
     async def _based(self) -> int:
         """What is added to etcd's revisions. It doesn't change while the catalog is in use."""
@@ -203,15 +205,32 @@ class EtcdCatalog:
             answer = await self._transact(compared, [])
             return TransactionResult(answer.succeeded, answer.header.revision + base)
         await self._have_lease()
+        fence = self._fence
+        if fence is not None:
+            compared.append(self._compare(fence.compare))
         slot = self._slots.pop() if self._slots else self._new_slot()
         kept = False
         try:
             result = await self._transact_once(slot, compared, [self._operation(operation) for operation in operations])
             kept = True
+        except SessionEnded:
+            raise self._session_ended() from None
         finally:
             if kept:  # else nobody knows where its marker is: it is never used again
                 self._slots.append(slot)
+        if not result.succeeded and fence is not None:
+            session = await self.get(fence.compare.key)
+            if session is None or session.mod_revision != fence.compare.mod_revision:
+                raise fence.ended()
         return TransactionResult(result.succeeded, result.revision + base)
+
+    def _session_ended(self) -> SessionEnded:
+        if self._fence is not None:
+            return self._fence.ended()
+        return SessionEnded(f"the session {self.session} has ended: it was not renewed in time")
+
+    def fence_with(self, fence: SessionFence) -> None:
+        self._fence = fence
 
     async def _transact_once(
         self, slot: _Slot, compares: list[dict[str, Any]], operations: list[dict[str, Any]]
@@ -246,7 +265,7 @@ class EtcdCatalog:
         if revision != slot.revision:
             if not found:
                 self._slots.clear()  # their markers went with it
-                raise SessionEnded(f"the session {self.session} has ended: it was not renewed in time")
+                raise self._session_ended()
             slot.revision = revision
             return TransactionResult(value == b"%d" % count, revision)
         if unknown:  # what was sent before may still be under way: the marker moves on, so that it can't be carried out any more
@@ -317,7 +336,7 @@ class EtcdCatalog:
         if kept.result is None or kept.result.TTL <= 0:
             raise SessionEnded(f"the session {self.session} has ended: it was not renewed in time")
 
-    async def keep_session(self, seconds: int = SESSION_SECONDS, while_alive: Callable[[], bool] = lambda: True) -> None:
+    async def keep_session(self, seconds: float = SESSION_SECONDS, while_alive: Callable[[], bool] = lambda: True) -> None:
         """Renew it three times in its time, as long as `while_alive` says so. Returns never; raises `SessionEnded`."""
         while True:
             await trio.sleep(seconds / 3)

@@ -10,9 +10,12 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     v/<vid>            Version            intent, manifest and tombstone in one; the only reason for a shard to exist
     s/<store>          Store              permanent
     l/<node>           Session            bound to the node's session
+    j/<node>           32 bytes           SHA-256 of the token with which one new store of the node may join
     h/<segment>/<store>  empty            programs on that store's node have another store's segment open
     o/<node>/<unique>  CarriedOut         a request whose change is made and whose answer the kernel may not have yet; <unique> is
                                           its number on the FUSE connection, 16 hex digits
+    c/join             "token"            new stores need a token; absent: they don't
+    c/leader           Session            whose agent decides for the cluster; bound to its session
     c/<what>           bytes              cluster-wide facts: ino, dirmove, format (decimal ASCII), settings (Settings), recovered
                                           (Recovered), filling (there only while the catalog is filled: see `catalog_fill`)
 
@@ -205,7 +208,8 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
 
 class Store(msgspec.Struct, array_like=True, frozen=True):
     """One store of the cluster. `address` is host:port of its agent; `directory` its path on its own machine (a hint for
-    people and for the local cluster). `labels` say where it stands, e.g. {"rack": "r1", "zone": "z1"}."""
+    people and for the local cluster). `labels` say where it stands, e.g. {"rack": "r1", "zone": "z1"}.
+    `settled`: every file was rolled back whose newest content only this lost store had."""
 
     format: int
     node: NodeId
@@ -214,6 +218,7 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
     directory: str
     labels: dict[str, str] = {}
     certificate: bytes = b""
+    settled: bool = False
 
     def domain(self, label: str) -> str:
         """Its failure domain, if that is what stores with the same label share; the node where it has none."""
@@ -419,6 +424,10 @@ def session_key(node: NodeId) -> bytes:
     return b"l/" + node.encode()
 
 
+def admission_key(node: NodeId) -> bytes:
+    return b"j/" + node.encode()
+
+
 def answer_prefix(node: NodeId) -> bytes:
     return b"o/%b/" % node.encode()
 
@@ -443,6 +452,8 @@ FORMAT_KEY = b"c/format"
 INODE_BLOCK_KEY = b"c/ino"
 DIRECTORY_MOVE_KEY = b"c/dirmove"
 SETTINGS_KEY = b"c/settings"
+LEADER_KEY = b"c/leader"
+JOINING_KEY = b"c/join"
 FILLING_KEY = b"c/filling"
 RECOVERED_KEY = b"c/recovered"
 ENTRY_PREFIX = b"d/"

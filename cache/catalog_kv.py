@@ -6,9 +6,12 @@ integers that grow with each successful transaction that changes something (and 
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from ckptfs.cache.session_fence import SessionFence
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -123,6 +126,10 @@ class KeyValue(Protocol):
         Raises `ValueError` for more than `COMPARES_MAX` compares, `OPERATIONS_MAX` operations or a key named twice.
         Does not promise that the result survives a power cut: see `make_durable`.
         """
+        ...
+
+    def fence_with(self, fence: "SessionFence") -> None:
+        """From now on `transact` changes nothing, and raises `SessionEnded`, where the fence's session is not as it was (R11)."""
         ...
 
     async def make_durable(self) -> None:

@@ -7,6 +7,7 @@ process: `make_durable` only counts.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -23,6 +24,9 @@ from ckptfs.cache.catalog_kv import (
 )
 from ckptfs.cache.errors import CatalogCompacted
 
+if TYPE_CHECKING:
+    from ckptfs.cache.session_fence import SessionFence
+
 
 class MemoryCatalog:
     """A `KeyValue`. Several handles on one content, each with a session of its own, come from `another`."""
@@ -36,6 +40,7 @@ class MemoryCatalog:
         self._first_kept: list[int] = [1] if shared is None else shared._first_kept
         self._watchers: set[trio.Event] = set() if shared is None else shared._watchers
         self._closed = False
+        self._fence: SessionFence | None = None
         self.barriers = 0
 
     def another(self, session: str | None = None) -> "MemoryCatalog":
@@ -73,6 +78,8 @@ class MemoryCatalog:
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
         check_transaction(compares, operations, self.session)
+        if self._fence is not None and operations and not self._holds(self._fence.compare):
+            raise self._fence.ended()
         if not all(self._holds(compare) for compare in compares):
             return TransactionResult(False, len(self._log))
         revision = len(self._log) + 1
@@ -127,6 +134,9 @@ class MemoryCatalog:
     def compact(self, revision: int) -> None:
         """Forget the history up to and including the revision."""
         self._first_kept[0] = revision + 1
+
+    def fence_with(self, fence: "SessionFence") -> None:
+        self._fence = fence
 
     async def make_durable(self) -> None:
         self.barriers += 1

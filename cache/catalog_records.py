@@ -28,6 +28,7 @@ from ckptfs.cache.errors import (
     NameTooLong,
     NoSuchName,
     NotADirectory,
+    SessionEnded,
 )
 from ckptfs.cache.ids import InodeNumber, Vid
 
@@ -60,20 +61,21 @@ class FoundName(NamedTuple):
 
 
 async def repeated(attempt: Callable[[], Awaitable[Result]]) -> Result:
-    """Run the attempt, again as long as it raises `Conflict`. Raises `CatalogUnavailable` when it never succeeds."""
+    """Run the attempt, again as long as it raises `Conflict`, or after the node's session has begun anew (R11). Raises
+    `CatalogUnavailable` when it never succeeds."""
     for _ in range(ATTEMPTS_MAX):
         try:
             return await attempt()
         except Conflict:
             continue
+        except SessionEnded as ended:
+            if ended.wait_renewed is None or not await ended.wait_renewed():
+                raise
     raise CatalogUnavailable(f"an operation lost to others {ATTEMPTS_MAX} times; it can be repeated")
 
 
 async def commit(kv: KeyValue, compares: Sequence[Compare], operations: Sequence[Operation]) -> int:
-    """Run the transaction and return its revision. Raises `Conflict` if a compare fails.
-
-    Every transaction of the tree and of versions passes here: it is where the own session will be compared (R11).
-    """
+    """Run the transaction and return its revision. Raises `Conflict` if a compare fails, `SessionEnded`."""
     result = await kv.transact(compares, operations)
     if not result.succeeded:
         raise Conflict

@@ -26,6 +26,7 @@ import trio
 from ckptfs.cache.catalog_etcd import EtcdCatalog, prefix_end
 from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
+from ckptfs.cache.session_fence import SessionFence
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,9 @@ class ReplicatedCatalog:
             self.on_commit(result.revision)
         await self._reached(result.revision)  # also of a refused one: what it was refused for can be read here then
         return result
+
+    def fence_with(self, fence: SessionFence) -> None:
+        self._origin.fence_with(fence)
 
     async def make_durable(self) -> None:
         await self._origin.make_durable()

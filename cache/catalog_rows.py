@@ -12,6 +12,7 @@ import msgspec
 from ckptfs.cache.catalog_kv import Compare, EmptyRange, Entry, Operation, Present, Put, TransactionResult, Unchanged
 from ckptfs.cache.errors import DamagedData
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
+from ckptfs.cache.session_fence import SessionFence
 
 LOG_REVISIONS_TRIMMED_AT_ONCE = 1_000  # about 2 ms of write lock
 WATCH_ROWS_AT_ONCE = 256
@@ -42,8 +43,9 @@ def apply_changes(
     operations: Sequence[Operation],
     session: str | None,
     changed: dict[bytes, Written | None],
+    fence: SessionFence | None = None,
 ) -> TransactionResult:
-    """Compare and apply; `changed` is given each key as the transaction leaves it.
+    """Compare and apply; `changed` is given each key as the transaction leaves it. Raises `SessionEnded` because of the fence.
 
     `known` is current, because it was refreshed under the write lock: every statement it saves is 5 µs of the lock.
     """
@@ -52,6 +54,8 @@ def apply_changes(
     newest = known.newest if known is not None else None
     if newest is None:
         newest = newest_revision(connection)
+    if fence is not None and operations and not _holds(connection, known, fence.compare):
+        raise fence.ended()
     for compare in compares:
         if not _holds(connection, known, compare):
             return TransactionResult(False, newest)

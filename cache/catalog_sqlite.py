@@ -63,6 +63,7 @@ from ckptfs.cache.catalog_rows import (
 from ckptfs.cache.errors import CatalogCompacted, DamagedData, StoreError
 from ckptfs.cache.kept_descriptors import open_existing
 from ckptfs.cache.record_cache import MISSING, NEIGHBOURS_SUFFIX_SIZE, RecordCache, Written
+from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.sqlite_full import is_full
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class SqliteCatalog:
         self._writer_limit = trio.CapacityLimiter(1)
         self._reader_limit = trio.CapacityLimiter(1)
         self._closed = False
+        self._fence: SessionFence | None = None
         self._barrier_lock = trio.Lock()
         self._barrier_asked = 0
         self._barrier_covered = 0
@@ -241,10 +243,13 @@ class SqliteCatalog:
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TransactionResult:
         check_transaction(compares, operations, self.session)
         changed: dict[bytes, Written | None] = {}
-        session = self.session
+        session, fence = self.session, self._fence
         return await self._transact(
-            lambda connection, known: apply_changes(connection, known, compares, operations, session, changed), changed
+            lambda connection, known: apply_changes(connection, known, compares, operations, session, changed, fence), changed
         )
+
+    def fence_with(self, fence: SessionFence) -> None:
+        self._fence = fence
 
     async def begin_at(self, revision: int) -> None:
         """Have the revisions of a catalog that is being filled go on after this one. Nothing happens if they are that far."""

@@ -1,5 +1,7 @@
 """What can go wrong in this room. A class says who must act; the message says what happened, what is safe, what to do."""
 
+from collections.abc import Awaitable, Callable
+
 
 class CacheError(Exception):
     """Base of this room's errors."""
@@ -23,7 +25,9 @@ class CatalogFull(CatalogUnavailable):
 
 class SessionEnded(CatalogUnavailable):
     """The node's session in the catalog has ended: it was not renewed in time. What is open stays usable; the node returns with a
-    new session."""
+    new session. `wait_renewed` waits for that, and says whether it came to it."""
+
+    wait_renewed: Callable[[], Awaitable[bool]] | None = None
 
 
 class CatalogReplaced(CatalogUnavailable):

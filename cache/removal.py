@@ -83,6 +83,7 @@ async def remove_link(kv: KeyValue, ino: InodeNumber, now_ns: int, keep: Sequenc
     if after.nlink > 0:
         return Removed(ino, after, False, []), Plan([compare], [Put(inode_key(ino), pack(after))])
     vids = [inode.open, inode.cur, inode.prot, inode.prev, inode.prev_local, inode.prefix, inode.prefix_next]
+    vids.append(inode.rolled_back_from)
     ending = await end_versions(kv, [vid for vid in vids if vid not in keep], now_ns)
     plan = Plan([compare, *ending.plan.compares], [Delete(inode_key(ino)), *ending.plan.operations])
     return Removed(ino, after, True, ending.dead), plan

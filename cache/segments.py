@@ -91,6 +91,10 @@ class Segments:
             raise
         return descriptor
 
+    def relabel(self, segment: SegmentId, ino: InodeNumber) -> None:
+        """The segment is another inode's from now on."""
+        os.setxattr(self.path_of(segment), ATTRIBUTE, _LABEL.pack(FORMAT_VERSION, ino))
+
     def open_read(self, segment: SegmentId) -> int:
         """A read-only descriptor of the segment, which the caller owns."""
         return os.open(self.path_of(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOATIME)

@@ -14,6 +14,7 @@
     catalog.copy    an archive of the catalog, some minutes old, where it is a SQLite file; may be absent
     mount.notes                              changes that mount.db has not committed yet
     reserve         room kept for starting on a full drive; may be absent
+    incarnation     which start of the node was the last, decimal: whose session in the catalog is its own; may be absent
     boot            the boot id of the machine when the node last ran, as in /proc; may be absent
     run/            sockets and pid files
 
@@ -25,6 +26,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +39,9 @@ FORMAT_VERSION = 1
 FS_IOC_GETFLAGS = 0x80086601
 FS_IOC_SETFLAGS = 0x40086602
 FS_TOPDIR_FL = 0x00020000
+
+LOCK_TRIES = 10
+LOCK_RETRY_SECONDS = 0.02
 
 
 def sync_directory(path: Path) -> None:
@@ -81,6 +86,15 @@ def _spread_subdirectories(directory: Path) -> None:
             fcntl.ioctl(descriptor, FS_IOC_SETFLAGS, struct.pack("=i", flags | FS_TOPDIR_FL))
         finally:
             os.close(descriptor)
+
+
+def _lock_soon(descriptor: int) -> None:
+    """Take the lock. Raises `BlockingIOError` for a node that holds it: whoever only looks (`is_in_use`) does for a moment."""
+    for _ in range(LOCK_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(LOCK_RETRY_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class StoreDirectory:
@@ -206,7 +220,7 @@ class StoreDirectory:
         except OSError as error:
             raise StoreError(f"the store {self.path} can't be written to: {error.strerror}; nothing in it was changed") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(descriptor)
         except OSError as error:
             os.close(descriptor)
             if isinstance(error, BlockingIOError):

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from ckptfs.cache.admission import joining
 from ckptfs.cache.catalog_format import (
     FORMAT_VERSION,
     SESSION_PREFIX,
@@ -26,6 +27,20 @@ from ckptfs.cache.catalog_records import commit, repeated
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import NodeId, StoreId
 
+SESSION_SECONDS = 10
+"""For how long a session on etcd goes on that is not renewed; one that ended makes its store *suspect* (R15)."""
+
+
+class IdentityTaken(StoreError):
+    """There is a session of this node already, from another start, or of another store."""
+
+    def __init__(self, node: NodeId, session: Session) -> None:
+        super().__init__(
+            f"a node {node} is up already in this cluster, with the store {session.store.hex()}: this one was not started, and"
+            " nothing was changed; give it an id of its own (node.id), or stop the other one first"
+        )
+        self.session = session
+
 
 def session_label(store: StoreId, incarnation: int) -> str:
     """What an engine calls the session of one start of one store's node."""
@@ -33,27 +48,29 @@ def session_label(store: StoreId, incarnation: int) -> str:
 
 
 async def register_store(
-    kv: KeyValue, store: StoreId, node: NodeId, address: str, directory: str, labels: Mapping[str, str]
+    kv: KeyValue, store: StoreId, node: NodeId, address: str, directory: str, labels: Mapping[str, str], token: str = ""
 ) -> int:
-    """Say where the store is now; a new one joins as `IN`, a known one keeps its state. Returns its record's revision.
+    """Say where the store is now; a new one joins as `IN`, a known one keeps its state: one that was lost is `IN` when its mount
+    has brought its files back (`fs/returned_store.py`). Returns its record's revision.
 
-    Raises `StoreError` for a store that was declared lost or removed: its place was given to others.
+    Raises `StoreError` for a store that was removed, `NotAdmitted` for a new one whose `token` isn't good.
     """
-    return await repeated(partial(_attempt_register, kv, store, node, address, directory, dict(labels)))
+    return await repeated(partial(_attempt_register, kv, store, node, address, directory, dict(labels), token))
 
 
 async def _attempt_register(
-    kv: KeyValue, store: StoreId, node: NodeId, address: str, directory: str, labels: dict[str, str]
+    kv: KeyValue, store: StoreId, node: NodeId, address: str, directory: str, labels: dict[str, str], token: str
 ) -> int:
     entry = await kv.get(store_key(store))
     if entry is None:
         record = Store(FORMAT_VERSION, node, StoreState.IN, address, directory, labels)
-        return await commit(kv, [Unchanged(store_key(store), 0)], [Put(store_key(store), pack(record))])
+        compares, operations = await joining(kv, node, token)
+        return await commit(kv, [Unchanged(store_key(store), 0), *compares], [Put(store_key(store), pack(record)), *operations])
     known = unpack(Store, entry.value)
-    if known.state in (StoreState.LOST, StoreState.REMOVED):
+    if known.state is StoreState.REMOVED:
         raise StoreError(
-            f"store {store.hex()} was declared {known.state.name.lower()}; its files are safe elsewhere:"
-            " start this node with a new store directory"
+            f"the store {store.hex()} of {known.node} was removed from the cluster (ckptfs nodes remove): nothing in it was"
+            " changed; start this node with a new store directory"
         )
     record = msgspec.structs.replace(known, node=node, address=address, directory=directory, labels=labels)
     if record == known:
@@ -83,12 +100,26 @@ async def stores(kv: KeyValue) -> dict[StoreId, tuple[Store, int]]:
 
 
 async def begin_session(kv: KeyValue, node: NodeId, store: StoreId, incarnation: int) -> int:
-    """Say that the node is up; the key goes when the engine's session ends. Returns its revision.
+    """Say that the node is up; the key goes when the engine's session ends. Returns its revision, which processes of this
+    incarnation compare (R11): it stays as it is where it says so already.
 
-    An older session of the node is replaced: its store is locked by its process, so that process is gone.
+    Raises `IdentityTaken` while there is a session of another start of this node, or of another store's.
     """
-    session = Session(FORMAT_VERSION, store, incarnation)
-    return await commit(kv, [], [Put(session_key(node), pack(session), bound_to_session=True)])
+    return await repeated(partial(_attempt_session, kv, node, Session(FORMAT_VERSION, store, incarnation)))
+
+
+async def _attempt_session(kv: KeyValue, node: NodeId, session: Session) -> int:
+    entry = await kv.get(session_key(node))
+    if entry is not None and unpack(Session, entry.value) == session:
+        return entry.mod_revision
+    if entry is not None:
+        raise IdentityTaken(node, unpack(Session, entry.value))
+    return await commit(kv, [Unchanged(session_key(node), 0)], [Put(session_key(node), pack(session), bound_to_session=True)])
+
+
+async def stores_with_session(kv: KeyValue) -> frozenset[StoreId]:
+    """The stores whose nodes are up."""
+    return frozenset(session.store for session in (await sessions(kv)).values())
 
 
 async def sessions(kv: KeyValue) -> dict[NodeId, Session]:

@@ -182,8 +182,7 @@ class Versions:
             plan.compares.extend(part.compares)
             plan.operations.extend(part.operations)
         version = Version(FORMAT_VERSION, ino, VersionState.OPEN, self._writer.store, segment)
-        changed = msgspec.structs.replace(inode, lost=False, rolled_back_from=None)
-        return self._opened(ino, changed, version, ending.dead[0] if ending.dead else None, plan, carried_on=False)
+        return self._opened(ino, inode, version, ending.dead[0] if ending.dead else None, plan, carried_on=False)
 
     async def _go_on(self, ino: InodeNumber, inode: Inode, vid: Vid, plan: Plan) -> OpenedForWriting:
         version, _ = await self._existing(vid)
@@ -225,7 +224,9 @@ class Versions:
         carried_on: bool,
     ) -> OpenedForWriting:
         vid = self._make_vid()
-        inode = msgspec.structs.replace(inode, writer=self._writer, open=vid, epoch=inode.epoch + 1)
+        inode = msgspec.structs.replace(
+            inode, writer=self._writer, open=vid, epoch=inode.epoch + 1, lost=False, rolled_back_from=None
+        )
         plan.operations.append(version_step(vid, None, version))
         plan.operations.append(Put(inode_key(ino), pack(inode)))
         return OpenedForWriting(inode, vid, version, version.segment, previous, carried_on)

@@ -14,19 +14,20 @@ from functools import partial
 
 import trio
 
-from ckptfs.cache.catalog_format import Settings, VersionState, store_key, unpack
+from ckptfs.cache.catalog_format import Settings, StoreState, VersionState, store_key, unpack
 from ckptfs.cache.catalog_format import Store as StoreRecord
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, CatalogUnavailable
-from ckptfs.cache.ids import Vid
+from ckptfs.cache.ids import NodeId, StoreId, Vid
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import register_store, stores
+from ckptfs.cache.store_registry import register_store, stores, stores_with_session
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.catalog_copy import COPY_SECONDS, CatalogCopy
 from ckptfs.fs.drain import Drain, NotClosed
+from ckptfs.fs.node_session import end_left_sessions
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.code_raiser import CodeRaiser
@@ -36,6 +37,7 @@ from ckptfs.replication.conversation import PeerIdentity
 from ckptfs.replication.errors import ReplicationError
 from ckptfs.replication.holders import Holders, Keepers, Peers
 from ckptfs.replication.kept_content import KeptContent, SwitchSegment
+from ckptfs.replication.leadership import Leadership
 from ckptfs.replication.local_copies import LocalCopies
 from ckptfs.replication.members import Member, Members
 from ckptfs.replication.mend import Mender
@@ -47,7 +49,7 @@ from ckptfs.replication.protect import ProtectionLimits, Protector
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.read_repair import ReadRepair
 from ckptfs.replication.rebalance import Rebalancer
-from ckptfs.replication.rebuild import Rebuilder, is_lowest_live
+from ckptfs.replication.rebuild import Rebuilder
 from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
@@ -56,6 +58,7 @@ from ckptfs.replication.shard_moves import ShardMover
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.shard_sweep import ShardSweep
 from ckptfs.replication.small_copies import SmallCopies
+from ckptfs.replication.store_watch import REPAIR_AFTER_SECONDS, StoreWatch, store_problems
 from ckptfs.replication.stripe_reader import StripeReader
 from ckptfs.replication.transport import Transport
 from ckptfs.replication.verify import Verifier
@@ -95,6 +98,8 @@ class AgentSettings:
     repair_bytes_per_second_max: float = 256 << 20
     scrub_seconds: float = 7 * 86400.0
     repairs_reads: bool = True
+    repair_after_seconds: float = REPAIR_AFTER_SECONDS
+    join_token: str = ""
     catalog_copy_seconds: float = COPY_SECONDS
 
 
@@ -154,8 +159,14 @@ class Agent:
         self._hurried = trio.Event()
         self.peers = Peers(transport, identity)
         self.members = Members(
-            store.store_id, partial(stores, kv), self.peers.ping, self.shard_store.free_bytes, domain_label=cluster.failure_domain
+            store.store_id,
+            partial(stores, kv),
+            self.peers.ping,
+            self.shard_store.free_bytes,
+            domain_label=cluster.failure_domain,
+            list_sessions=partial(stores_with_session, kv),
         )
+        self.leadership = Leadership(kv, store.store_id, incarnation, self.members.seconds_away)
         self.holders = Holders(self.members, self._own, self.peers)
         limits = ProtectionLimits(
             cluster.data_shards,
@@ -192,6 +203,7 @@ class Agent:
             identity,
             transport,
             on_hurry=self._hurry_for_a_peer,
+            is_member=self._is_member,
             answer_call=answer_call,
         )
         keepers = Keepers(self.members, kept, self.holders)
@@ -208,7 +220,20 @@ class Agent:
             unchanged_seconds=settings.raise_unchanged_seconds,
         )
         self.sweep = ShardSweep(kv, self.versions, self.shard_store, self.small_copies, index, store.store_id, cluster.cluster)
-        self.collector = Collector(kv, self.members, grace_seconds=settings.grace_seconds, pause_seconds=settings.collect_seconds)
+        self.collector = Collector(
+            kv,
+            self.members,
+            self.leadership,
+            grace_seconds=settings.grace_seconds,
+            pause_seconds=settings.collect_seconds,
+        )
+        self.store_watch = StoreWatch(
+            kv,
+            self.members,
+            self.leadership,
+            cluster.parity_shards,
+            repair_after_seconds=settings.repair_after_seconds,
+        )
         take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
         self.verifier = Verifier(reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
@@ -227,7 +252,7 @@ class Agent:
             kv,
             self.members,
             mover,
-            lambda: is_lowest_live(self.members),
+            lambda: self.leadership.is_held,
             look_seconds=settings.rebuild_look_seconds,
             may_repair=self.sweep.knows_catalog,
         )
@@ -260,6 +285,7 @@ class Agent:
             await nursery.start(self.restorer.run)
             await nursery.start(self.replicator.run)
             nursery.start_soon(self._watch_members)
+            nursery.start_soon(self.store_watch.run)
             nursery.start_soon(self._keep_house)
             nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
@@ -274,6 +300,10 @@ class Agent:
                 nursery.start_soon(self.catalog_copy.run)
             task_status.started(self.address)
 
+    def store_problems(self) -> list[str]:
+        """What an operator is to hear about stores that are away or gone, a line each."""
+        return store_problems(self.members.known(), self.cluster.parity_shards, self._settings.repair_after_seconds)
+
     async def leave(self) -> None:
         """What is good to have done when the node ends in order; after `run` has ended, before `aclose`."""
         if self.catalog_copy is not None:
@@ -282,6 +312,8 @@ class Agent:
     async def aclose(self) -> None:
         """Close what is open; after `run` has ended."""
         with trio.CancelScope(shield=True):
+            with contextlib.suppress(CacheError), trio.move_on_after(1):
+                await self.leadership.give_up()
             await self.peers.aclose()
         self._opened.close()
 
@@ -363,12 +395,26 @@ class Agent:
                 log.warning("catalog_away error=%s", error)
                 await trio.sleep(CATALOG_RETRY_SECONDS)
 
+    async def _is_member(self, store: StoreId, node: NodeId) -> bool:
+        """Whether a peer's store has joined under this name, and was not removed."""
+        member = self.members.member(store)
+        if member is not None and member.node == node:
+            return member.state is not StoreState.REMOVED
+        try:
+            entry = await self.kv.get(store_key(store))  # it may just have joined
+        except CatalogUnavailable as error:
+            log.warning("peer_not_looked_up node=%s error=%s", node, error)
+            return False
+        record = None if entry is None else unpack(StoreRecord, entry.value)
+        return record is not None and record.node == node and record.state is not StoreState.REMOVED
+
     async def _join(self) -> None:
         """Say in the catalog where this store is, and learn of the others."""
         labels = self._settings.labels or {}
         while True:
             try:
-                await register_store(self.kv, self.store.store_id, self.store.node, self.address, str(self.store.path), labels)
+                store, directory, token = self.store, str(self.store.path), self._settings.join_token
+                await register_store(self.kv, store.store_id, store.node, self.address, directory, labels, token)
                 await self.members.refresh()
                 return
             except CatalogUnavailable as error:
@@ -378,8 +424,12 @@ class Agent:
     async def _watch_members(self) -> None:
         while True:
             try:
+                if isinstance(self.kv, SqliteCatalog):
+                    await end_left_sessions(self.kv)
                 await self.members.refresh()
+                await self.leadership.look()
             except CacheError as error:
+                self.leadership.lose()
                 log.warning("members_not_refreshed error=%s", error)
             await trio.sleep(MEMBERS_SECONDS)
 

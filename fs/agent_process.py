@@ -16,11 +16,12 @@ import trio
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
-from ckptfs.fs.catalog import open_catalog
+from ckptfs.fs.catalog import join_token, open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.drain import NotClosed
 from ckptfs.fs.home_calls import answer_from_message, as_message, seconds_max
@@ -113,7 +114,8 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
     transport = transport_of(config)
-    kv = open_catalog(config, "agent", session=session_label(store.store_id, incarnation) if config.etcd_place else None)
+    kv = open_catalog(config, "agent", session=session_label(store.store_id, incarnation))
+    fence = await SessionFence.begin(kv, config.node_id, store.store_id, incarnation)
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
     store.join(cluster.cluster, config.node.catalog)
     mount = LocalClient(store.mount_socket)
@@ -127,6 +129,8 @@ async def run(config: NodeConfig, incarnation: int) -> None:
         reserve_fraction=config.space.reserve_fraction,
         repair_bytes_per_second_max=config.repair.bytes_per_second_max,
         scrub_seconds=config.repair.scrub_days * 86400.0,
+        join_token=join_token(config),
+        repair_after_seconds=config.protection.repair_after_seconds,
     )
     agent = Agent(
         store,
@@ -147,6 +151,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+            nursery.start_soon(fence.run)
             address = await nursery.start(agent.run)
             await nursery.start(serve, store.agent_socket, AgentRequests(agent).answer)
             is_ready(store.run, "agent")

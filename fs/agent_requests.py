@@ -27,6 +27,9 @@ log has it).
     prove {vid}                        -> right, message: whether every shard of a protected version is right, hashed now where it
                                        lies; what is not is made anew first
     findings {inos}                    -> findings: what verify found wrong with these files, asked by this node, and still is
+    admit {node, token_hash}           one new store of the node may join with the token of this SHA-256
+    remove_node {node, force}          -> removed, files: whether the node is out of the cluster now, and the paths (bytes) of
+                                       files whose newest content only it had: given up with `force`, else the reason why not
     status {fresh, look}               -> see `_status`. `fresh`: the stores are asked anew; `look`: if that is soon done
 
     * and {vid, version}: what a program has open, its record packed. Of a file that was removed, this is meant.
@@ -43,11 +46,13 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
+from ckptfs.cache.admission import admit
 from ckptfs.cache.catalog_format import Inode, StoreState, Version, VersionState, unpack
 from ckptfs.cache.errors import CacheError, NoSuchName
-from ckptfs.cache.ids import ID_SIZE, InodeNumber, StoreId, Vid
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.store_registry import set_state
+from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.home_calls import Call, answer_as_message, from_message
 from ckptfs.fs.local_socket import Message
@@ -104,6 +109,8 @@ class AgentRequests:
             "rebalance": self._rebalance,
             "prove": self._prove,
             "findings": self._findings_of,
+            "admit": self._admit,
+            "remove_node": self._remove_node,
             "status": self._status,
         }
 
@@ -356,6 +363,11 @@ class AgentRequests:
                 await agent.mender.mend(inode.cur, version, report)
             if not report.is_gone:
                 self._findings.note(ino, inode.cur, path, report, deep=deep)
+        if inode.rolled_back_from is not None:
+            said = "the node that had its content was declared lost" if inode.lost else "rolled back to older content"
+            report.add(
+                f"{said}: the version {inode.rolled_back_from.hex()} went with {await self._home_of(inode.rolled_back_from)}"
+            )
         if inode.writer is not None and inode.open is not None and not await self._is_at_home(inode.open):
             report.reading = report.reading or "unreachable"
             report.away.add(agent.members.name_of(inode.writer.store))
@@ -383,6 +395,10 @@ class AgentRequests:
     async def _held(self, request: Message) -> Message:
         return {"named": await self._agent.sweep.named_count()}
 
+    async def _home_of(self, vid: Vid) -> str:
+        version = await self._agent.versions.version(vid)
+        return "its home" if version is None else self._home(version)
+
     async def _prove(self, request: Message) -> Message:
         agent, vid = self._agent, Vid(bytes(request["vid"]))
         version = await agent.versions.version(vid)
@@ -407,6 +423,22 @@ class AgentRequests:
     async def _findings_of(self, request: Message) -> Message:
         found = await self._findings.of([InodeNumber(int(number)) for number in request["inos"]])
         return {"findings": {int(ino): f"{finding.result}: {finding.message}" for ino, finding in found.items()}}
+
+    async def _admit(self, request: Message) -> Message:
+        await admit(self._agent.kv, NodeId(str(request["node"])), bytes(request["token_hash"]))
+        return {}
+
+    async def _remove_node(self, request: Message) -> Message:
+        node, kv = NodeId(str(request["node"])), self._agent.kv
+        try:
+            given_up, removed = await remove_node(kv, node, force=bool(request.get("force"))), True
+        except HoldsTheOnly as holds:
+            given_up, removed = holds.inos, False
+        if removed:
+            log.critical("node_removed node=%s files_given_up=%d", node, len(given_up))
+            await self._agent.members.refresh()
+        paths = await paths_of(kv, given_up)
+        return {"removed": removed, "files": [paths.get(ino, b"inode %d" % ino) for ino in given_up]}
 
     async def _is_at_home(self, vid: Vid) -> bool:
         """Whether the home of a version that is being written answers for it."""
@@ -440,6 +472,7 @@ class AgentRequests:
         held = agent.shard_store.statistics()
         counters = agent.reader.counters
         problems = [problem for problem in (held.failed, held.obstacle, agent.small_copies.problem) if problem]
+        problems += agent.store_problems()
         problems += protection_problems(
             agent.members.known(), agent.members.last_error, agent.cluster.data_shards, agent.cluster.parity_shards, replicator
         )
@@ -491,6 +524,7 @@ class AgentRequests:
             "scrub": _scrub(agent.scrub.statistics()),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),
+            "store_watch": asdict(agent.store_watch.statistics),
             "server": asdict(agent.server.statistics()),
             "shards_held": {"count": held.held.shards, "bytes": held.held.file_bytes} if held.held else None,
             "store_failed": held.failed,
@@ -503,6 +537,8 @@ class AgentRequests:
                     "domain": member.domain,
                     "address": member.address,
                     "state": member.state.name.lower(),
+                    "standing": member.standing,
+                    "leads": member.store == agent.leadership.leader,
                     "live": member.live,
                     "free_bytes": member.free_bytes,
                     "error": "" if member.live else agent.members.last_error(member.store),

@@ -86,6 +86,14 @@ def _password(etcd: EtcdSection) -> str:
         raise ConfigurationError(f"etcd.password_file: {etcd.password_file} can't be read: {reason}") from None
 
 
+def join_token(config: NodeConfig) -> str:
+    """The token that a new store joins with, or "": one that has joined needs none, and its file may be gone."""
+    try:
+        return Path(config.tls.token).read_text().strip() if config.tls.token else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def place_of(catalog: str) -> NodeConfig:
     """The configuration of who only wants to open that catalog. Raises `ConfigurationError`."""
     if etcd_place(catalog) is None and not catalog.startswith(SQLITE_SCHEME + "/"):

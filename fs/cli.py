@@ -20,6 +20,7 @@ from ckptfs.fs import (
     cli_drain,
     cli_flush,
     cli_node,
+    cli_nodes,
     cli_rebalance,
     cli_recover,
     cli_status,
@@ -44,7 +45,7 @@ app = typer.Typer(
 app.add_typer(cli_cluster.app, name="cluster")
 app.add_typer(cli_node.app, name="node")
 app.add_typer(cli_ca.ca, name="ca")
-app.add_typer(cli_ca.nodes, name="nodes")
+app.add_typer(cli_nodes.app, name="nodes")
 app.command()(cli_node.umount)
 app.command()(cli_status.status)
 app.command()(cli_flush.flush)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptfs.cache.store import write_durably
 from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
 
 ca = typer.Typer(no_args_is_help=True, help="The cluster's certificate authority, in a directory that only its operator reads.")
@@ -58,18 +59,23 @@ def add(
     days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long the certificate is valid.")] = 365,
     as_json: JsonFlag = False,
 ) -> None:
-    """Issue a node's certificate: the files its [tls] section names, ready to be copied to it."""
+    """Issue a node's certificate and the token it joins with: the files its [tls] section names, ready to be copied to it."""
+    from ckptfs.cache.admission import hash_of, new_token
     from ckptfs.replication.certificates import CertificateAuthority, write_node
 
     write_node(CertificateAuthority(authority), node, host, out, days)
+    token = new_token()
+    write_durably(out / "join.token", f"{token}\n", 0o600)
+    token_hash = hash_of(token).hex()
     if as_json:
-        print_json({"node": node, "directory": str(out), "files": sorted(os.listdir(out))})
+        print_json({"node": node, "directory": str(out), "files": sorted(os.listdir(out)), "token_hash": token_hash})
         return
-    section = {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key", "crl": "crl.pem"}
+    section = {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key", "crl": "crl.pem", "token": "join.token"}
     lines = "\n".join(f'{key} = "/etc/ckptfs/tls/{name}"' for key, name in section.items())
     console().print(
         f"{node}'s files are in {out}; copy them to the node, for instance to /etc/ckptfs/tls, and put into its node.toml:\n\n"
-        f'[tls]\n{lines}\n\nand under [node] the address that the certificate names: listen = "{host[0]}:7070"',
+        f'[tls]\n{lines}\n\nand under [node] the address that the certificate names: listen = "{host[0]}:7070"\n\n'
+        f"then, on a node of the cluster, if it has one yet: ckptfs nodes admit {node} {token_hash}",
         soft_wrap=True,
         markup=False,
         highlight=False,

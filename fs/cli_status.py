@@ -150,9 +150,14 @@ _RISKS = {
     "degraded": ", not safe if one more of its holders is lost",
     "protected": ", not safe if one of its holders is lost",
     "damaged": ": its drive changed its bytes before it was protected, and nothing can repair it: save it again",
-    "lost": ": no content survived",
+    "lost": ": the node that had it was declared lost: it reads as an error until that node returns; else save it again",
 }
 SHOWN_MAX = 20
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - SHOWN_MAX} more" if len(paths) > SHOWN_MAX else ""
+    return f"{', '.join(paths[:SHOWN_MAX])}{more}"
 
 
 def _path_text(document: dict[str, Any]) -> RenderableType:
@@ -166,8 +171,12 @@ def _path_text(document: dict[str, Any]) -> RenderableType:
         which = f"the first {human_bytes(prefix)} of what is being written"
         tail += f"; {which} can be read meanwhile" if document["state"] == "unreachable" else f"; {which} are"
     if document["files"] > 1 and document["damaged"]:
-        more = f" and {len(document['damaged']) - SHOWN_MAX} more" if len(document["damaged"]) > SHOWN_MAX else ""
-        tail += f"\ndamaged: {', '.join(document['damaged'][:SHOWN_MAX])}{more}"
+        tail += f"\ndamaged: {_some(document['damaged'])}"
+    if document["files"] > 1 and document["lost"]:
+        tail += f"\nlost: {_some(document['lost'])}"
+    if document["rolled_back"]:
+        which = "rolled back to older content, the newer went with a node that was declared lost"
+        tail += f"\n{which}: {_some(document['rolled_back'])}"
     if document["state"] == "unreachable":
         away = ", ".join(document["away"])
         tail = f": start {away}: the bytes are there{tail}" if away else f": the nodes that had its bytes left the cluster{tail}"

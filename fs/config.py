@@ -48,6 +48,7 @@ class ProtectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     small_file_size_bytes: int = 64 << 10
     codec: Literal["auto", "isa-l", "numpy"] = "auto"
     buffer_bytes_max: int = 32 << 20
+    repair_after_seconds: float = 600.0
 
 
 class MountSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +80,7 @@ class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: str = ""
     key: str = ""
     crl: str = ""
+    token: str = ""
 
 
 class EtcdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,7 +221,7 @@ def _check(config: NodeConfig) -> None:
     given = [bool(tls.ca), bool(tls.certificate), bool(tls.key)]
     _require(all(given) or not any(given), "tls: ca, certificate and key belong together")
     _require(all(given) or not tls.crl, "tls.crl: without certificates it has no effect")
-    for key in ("ca", "certificate", "key", "crl"):
+    for key in ("ca", "certificate", "key", "crl", "token"):
         value = getattr(tls, key)
         _require(not value or os.path.isabs(value), f"tls.{key}: an absolute path is needed, this is {value!r}")
     _require(
@@ -243,6 +245,7 @@ def _check(config: NodeConfig) -> None:
     _require(
         0 <= protection.small_file_size_bytes <= 1 << 20, "protection.small_file_size_bytes: 0 to 1048576 (0: no whole copies)"
     )
+    _require(protection.repair_after_seconds >= 1, "protection.repair_after_seconds: at least 1")
     stripe = cell * (protection.data_shards + protection.parity_shards)
     _require(
         protection.buffer_bytes_max >= 2 * stripe,

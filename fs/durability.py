@@ -42,7 +42,7 @@ class Durability:
         `protected_m` is 0 for what isn't protected. `prefix_bytes`: so much of a file that is being written is protected, and
         read while its node is away. `bytes` is None of a file that is being written on another node: that node's attributes
         have it; if it is away, as of the last close, and None if there was none. `away`: the nodes that have bytes or shards of
-        it and do not answer; no node that was lost or removed.
+        it and do not answer; no node that was lost or removed. `rolled_back`: what was newer went with a store that was lost.
         """
         facts: dict[int, Fact] = {}
         for ino in inos:
@@ -59,7 +59,15 @@ class Durability:
     ) -> Fact:
         inode, version = await self._shown(ino, inode)
         if version is None:
-            return {"state": "lost", "protected_m": 0, "bytes": inode.size, "home": "", "prefix_bytes": 0, "away": []}
+            return {
+                "state": "lost",
+                "protected_m": 0,
+                "bytes": inode.size,
+                "home": "",
+                "prefix_bytes": 0,
+                "away": [],
+                "rolled_back": False,
+            }
         home = stores.get(version.home)
         size = self._size_of(ino) if version.state is VersionState.OPEN else version.size
         fact = {
@@ -70,6 +78,8 @@ class Durability:
             "home": home.node if home is not None else version.home.hex(),
             "away": [],
         }
+        if inode.rolled_back_from is not None and not inode.lost:
+            fact["rolled_back"] = True
         if inode.lost:
             fact["state"] = "lost"
         elif version.state is VersionState.PROTECTED:

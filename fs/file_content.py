@@ -136,7 +136,7 @@ class FileContent:
                     return self._elsewhere.use(ino, vid, version)
             before, inode = inode, await self._namespace.inode(ino)
             if inode == before or trio.current_time() > deadline:  # else it has moved meanwhile
-                raise ContentUnreachable(f"inode {ino} has no content that survived; an older name of it may")
+                raise _lost(ino)
 
     def _is_current(self, file: FileInUse, inode: Inode) -> bool:
         """Whether the home's bytes in the table are what readers get now, and not what another node has replaced since."""
@@ -234,6 +234,8 @@ class FileContent:
                     raise
                 # No room for a second segment: what is cut to nothing in place makes room.
                 return await self._rewrite_in_place(file, inode, truncate)
+        if inode.lost:  # what is appended to nothing would look like the whole file
+            raise _lost(ino)
         for _ in range(MOVED_TRIES):
             copy = None if inode.cur is None else await self._elsewhere.fetch_whole(ino)
             try:
@@ -335,6 +337,13 @@ class FileContent:
             file.replaced_segment = version.segment
         self._database.put_file(self._open_files.row(file))
         return file
+
+
+def _lost(ino: InodeNumber) -> ContentUnreachable:
+    return ContentUnreachable(
+        f"inode {ino} is lost: the node that had its content was declared lost before it was protected; start that node, if its"
+        " drive is whole, or save the file again"
+    )
 
 
 def _damaged_in_use(file: FileInUse) -> ContentUnreachable:

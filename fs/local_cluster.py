@@ -53,6 +53,7 @@ class ClusterSettings:
     passthrough: str | None = None
     codec: str | None = None
     settle_seconds: float | None = None
+    repair_after_seconds: float | None = None
     catalog: str | None = None
     tls: bool = False
 
@@ -97,7 +98,7 @@ class ClusterNode:
             f"log_directory = {_quoted(str(self.log))}",
         ]
         sections = {
-            "protection": ("data_shards", "parity_shards", "codec"),
+            "protection": ("data_shards", "parity_shards", "codec", "repair_after_seconds"),
             "mount": ("passthrough", "settle_seconds"),
         }
         for section, keys in sections.items():
@@ -280,7 +281,9 @@ class LocalCluster:
         config = self.nodes[0].config
         present = load_config(config)
         values = {
-            **{key: getattr(present.protection, key) for key in ("data_shards", "parity_shards", "codec")},
+            **{
+                key: getattr(present.protection, key) for key in ("data_shards", "parity_shards", "codec", "repair_after_seconds")
+            },
             **{key: getattr(present.mount, key) for key in ("passthrough", "settle_seconds")},
             "catalog": present.node.catalog if present.etcd_place else None,
         }

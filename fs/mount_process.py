@@ -29,6 +29,7 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
@@ -79,6 +80,7 @@ from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
+from ckptfs.fs.returned_store import ReturnedStore
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
@@ -165,10 +167,17 @@ class MountProcess:
 
     async def _run(self, stack: contextlib.ExitStack) -> None:
         store, config = self._store, self._config
+        fence = await SessionFence.begin(self._kv, config.node_id, store.store_id, self._incarnation)
         repeats = Repeats(self._kv, config.node_id, self._incarnation)
         await repeats.load(self._database.files_in_use())
         namespace = Namespace(self._kv, store.store_id, self._incarnation, self._now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, self._now_ns)
+        returned = ReturnedStore(
+            namespace, self._database, Segments(store.segments), store.store_id, self._incarnation, store.boot
+        )
+        self._database.take_over()
+        await returned.bring_back()
+        fence.on_renewed = returned.require_not_lost
         settings = await namespace.settings()
         store.join(settings.cluster, config.node.catalog)
         segments = Segments(store.segments)
@@ -319,6 +328,7 @@ class MountProcess:
             self._prove,
         )
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(fence.run)
             nursery.start_soon(settler.run)
             nursery.start_soon(reclaimer.run)
             nursery.start_soon(holds.run)

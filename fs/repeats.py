@@ -130,5 +130,6 @@ class NotingCatalog:
         self.make_durable = kv.make_durable
         self.revision = kv.revision
         self.is_short_of_room = kv.is_short_of_room
+        self.fence_with = kv.fence_with
         self.watch = kv.watch
         self.aclose = kv.aclose

@@ -57,7 +57,8 @@ class Place:
 class FileStanding:
     """How far one file has come up the ladder. `protected_m`: how many failure domains may go, any of them; `home`: the node that
     has, or had, its bytes; `prefix_bytes`: how much of a file that is being written is protected, from its beginning on;
-    `away`: the nodes that have something of it and do not answer; `is_size_known`: not so where only such a node knows it."""
+    `away`: the nodes that have something of it and do not answer; `is_size_known`: not so where only such a node knows it;
+    `is_rolled_back`: its newer content went with a node that was declared lost."""
 
     path: str
     state: str
@@ -67,6 +68,7 @@ class FileStanding:
     prefix_bytes: int = 0
     away: tuple[str, ...] = ()
     is_size_known: bool = True
+    is_rolled_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class PathStanding:
             "bytes": self.size_bytes,
             "files": len(self.files),
             "damaged": [file.path for file in self.files if file.state == "damaged"],
+            "lost": [file.path for file in self.files if file.state == "lost"],
+            "rolled_back": [file.path for file in self.files if file.is_rolled_back],
             "away": sorted({node for file in self.files for node in file.away}),
             "problems": self.problems,
             **more,
@@ -333,7 +337,8 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
                 away, last = tuple(fact.get("away", ())), fact.get("bytes", size)
                 known = last is not None or size > 0 or fact["state"] != "unreachable"
                 last = size if last is None else last
-                found.append(FileStanding(path, fact["state"], survives, last, home, prefix_bytes, away, known))
+                rolled_back = bool(fact.get("rolled_back"))
+                found.append(FileStanding(path, fact["state"], survives, last, home, prefix_bytes, away, known, rolled_back))
     return found
 
 

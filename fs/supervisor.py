@@ -12,24 +12,23 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from ckptfs import __version__
+from ckptfs.cache.admission import require_admitted
 from ckptfs.cache.catalog_examination import examine
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.drive_refusal import refuses_writes
-from ckptfs.cache.errors import CatalogUnavailable, SessionEnded
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import begin_session, session_label
+from ckptfs.cache.store_registry import session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
-from ckptfs.fs.catalog import check_not_older, open_catalog
+from ckptfs.fs.catalog import check_not_older, join_token, open_catalog
 from ckptfs.fs.child import Child
 from ckptfs.fs.cli_errors import NotReached
 from ckptfs.fs.config import NodeConfig, hand_config, load_handed_config
@@ -39,6 +38,7 @@ from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_table import abort_connection, mounts_at, mounts_inside
 from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
+from ckptfs.fs.node_session import NodeSession
 from ckptfs.fs.process_start import (
     FOR_GOOD_STATUS,
     be_spared_for_memory,
@@ -52,9 +52,6 @@ from ckptfs.fs.recovered_catalog import take_note_of_recovery
 from ckptfs.fs.run_cover import cover_if_refused, uncover
 from ckptfs.fs.space import make_room_to_start, store_reserve
 from ckptfs.fs.start_checks import check_machine, check_store
-
-if TYPE_CHECKING:
-    from ckptfs.cache.catalog_etcd import EtcdCatalog
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +115,15 @@ class Supervisor:
                 connection = handed.connection
                 self._children = {role: Child(pid) for role, pid in handed.children.items()}
             incarnation = time.time_ns() if connection is None else connection.incarnation
-            label = session_label(store.store_id, incarnation)
-            kv = open_catalog(config, "supervisor", session=label, create=True)
+            kv = open_catalog(config, "supervisor", session=session_label(store.store_id, incarnation), create=True)
+            session = NodeSession(kv, store, incarnation, self._agent_pid)
             if not isinstance(kv, SqliteCatalog):
                 await check_not_older(kv, config.node.catalog, seen_revision)
                 await kv.begin_session()
             await self._join(kv, store, incarnation)
             if handed is None:
                 await take_note_of_recovery(kv, store)
+            await session.begin()
             if connection is None:
                 connection = new_connection(config, incarnation)
                 log.info("mounted mountpoint=%s store=%s incarnation=%d", config.mountpoint, store.path, incarnation)
@@ -142,11 +140,10 @@ class Supervisor:
             held.callback(os.close, self._handed_config)
             service_manager.notify("READY=1")
             async with trio.open_nursery() as nursery:
-                if not isinstance(kv, SqliteCatalog):
-                    nursery.start_soon(self._keep_session, kv, store, incarnation)
+                nursery.start_soon(session.keep)
                 await self._supervise(store)
                 nursery.cancel_scope.cancel()
-            await kv.end_session(label)
+            await session.end()
             await kv.aclose()
             log.info("node_ended")
             if role := self._ended_for_good:
@@ -154,20 +151,6 @@ class Supervisor:
                 raise MountError(f"{reason}; the node has ended, what was closed is safe in its store")
             if self._not_drained:
                 raise NotReached(self._not_drained)
-
-    async def _keep_session(self, kv: "EtcdCatalog", store: StoreDirectory, incarnation: int) -> None:
-        """Renew the node's session in etcd; begin it anew when it ended because etcd could not be reached for too long."""
-        while True:
-            try:
-                await kv.keep_session()
-            except SessionEnded as ended:
-                log.error("session_ended error=%s: it is begun anew", ended)
-            try:
-                await kv.begin_session()
-                await begin_session(kv, self._config.node_id, store.store_id, incarnation)
-                log.info("session_begun_anew")
-            except CatalogUnavailable as error:
-                log.warning("session_not_begun error=%s", error)
 
     async def _join(self, kv: KeyValue, store: StoreDirectory, incarnation: int) -> None:
         protection = self._config.protection
@@ -182,6 +165,7 @@ class Supervisor:
         )
         settings = await namespace.format_if_empty(wanted, os.geteuid(), os.getegid())
         store.join(settings.cluster, self._config.node.catalog)
+        await require_admitted(kv, store.store_id, store.node, join_token(self._config))
         if msgspec.structs.replace(wanted, cluster=settings.cluster) != settings:
             log.warning(
                 "settings_differ cluster=%d+%d cell=%d: the cluster's hold, not this file's",
@@ -189,7 +173,10 @@ class Supervisor:
                 settings.parity_shards,
                 settings.cell_size,
             )
-        await begin_session(kv, self._config.node_id, store.store_id, incarnation)
+
+    def _agent_pid(self) -> int | None:
+        child = self._children.get("agent")
+        return None if child is None else child.pid
 
     async def _supervise(self, store: StoreDirectory) -> None:
         async with trio.open_nursery() as nursery:

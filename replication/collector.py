@@ -8,7 +8,7 @@ compares that nobody does.
 How long a version has been dead is measured on this process's own clock, from when it first saw it dead: the wall clock of the
 node that stamped the death may be an hour off, and then the grace would be over before it began, or not for another hour.
 
-One node does this for all: the live store with the lowest id. Two that take themselves for it do no harm.
+The leader does this for all (`leadership`).
 """
 
 import logging
@@ -31,9 +31,10 @@ from ckptfs.cache.catalog_format import (
     version_key,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import Delete, EmptyRange, KeyValue, Unchanged
+from ckptfs.cache.catalog_kv import Compare, Delete, EmptyRange, KeyValue, Unchanged
 from ckptfs.cache.ids import SegmentId, Vid
 from ckptfs.cache.version_recovery import scan
+from ckptfs.replication.leadership import Leadership
 from ckptfs.replication.members import Members
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Collector:
         self,
         kv: KeyValue,
         members: Members,
+        leadership: Leadership,
         *,
         grace_seconds: float = GRACE_SECONDS,
         pause_seconds: float = PAUSE_SECONDS,
@@ -95,6 +97,7 @@ class Collector:
         self.statistics = CollectorStatistics()
         self._kv = kv
         self._members = members
+        self._leadership = leadership
         self._now = now
         self._dead_since: dict[Vid, float] = {}
         self._grace_seconds = grace_seconds
@@ -106,9 +109,9 @@ class Collector:
 
     async def collect(self) -> int:
         """One walk; returns how many keys went. Raises `CatalogUnavailable`, `DamagedData`."""
-        members = [member for member in self._members.known() if member.live and member.state is StoreState.IN]
-        if not members or members[0].store != self._members.own_store:
+        if not self._leadership.is_held:
             return 0
+        members = [member for member in self._members.known() if member.live and member.state is StoreState.IN]
         dead, frontier = await self._walk()
         self.statistics.dead = len(dead)
         now = self._now()
@@ -139,6 +142,7 @@ class Collector:
     async def _walk(self) -> tuple[Sequence[DeadVersion], Frontier]:
         dead: list[DeadVersion] = []
         closed = opened = float("inf")
+        gone = {member.store for member in self._members.known() if member.state in (StoreState.LOST, StoreState.REMOVED)}
         async with aclosing(scan(self._kv, VERSION_PREFIX)) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
@@ -146,6 +150,8 @@ class Collector:
                     dead.append(DeadVersion(entry.mod_revision, vid_of_key(entry.key), version))
                     if len(dead) > 2 * DEAD_MAX:
                         dead = sorted(dead)[:DEAD_MAX]
+                elif version.home in gone:
+                    continue  # nobody protects it: it is rolled back, and its store may never return
                 elif version.state is VersionState.LOCAL:
                     closed = min(closed, entry.create_revision)
                 elif version.state is VersionState.OPEN:
@@ -156,5 +162,8 @@ class Collector:
         """False if somebody reads it, or it has changed."""
         segments = {SegmentId(dead.vid), dead.version.segment} - {NO_SEGMENT}
         unread = [EmptyRange(hold_prefix(segment)) for segment in sorted(segments)]
+        if not self._leadership.is_held:
+            return False
         unchanged = Unchanged(version_key(dead.vid), dead.died_at_revision)
-        return (await self._kv.transact([unchanged, *unread], [Delete(version_key(dead.vid))])).succeeded
+        compares: list[Compare] = [self._leadership.compare(), unchanged, *unread]
+        return (await self._kv.transact(compares, [Delete(version_key(dead.vid))])).succeeded

@@ -1,8 +1,9 @@
 """Who can hold shards at this moment: the catalog's stores, joined with what their agents answer.
 
-A store counts as live while its agent answers a ping; a session in the catalog would say so too, but only until the node
-is killed. An answer is believed for `ping_age_seconds_max`, a failure for `failure_age_seconds_max`, so that a dead store
-costs one refused connection now and then, not one for each cell.
+A store counts as live while its agent answers a ping. It is *suspect* (R15) while its node has no session in the catalog, or its
+agent has not answered for as long as a session takes to end: it gets no new shards, and readers ask others first. An answer is
+believed for `ping_age_seconds_max`, a failure for `failure_age_seconds_max`, so that a dead store costs one refused connection
+now and then, not one for each cell.
 """
 
 import logging
@@ -19,11 +20,14 @@ from ckptfs.replication.placement import Candidate
 logger = logging.getLogger(__name__)
 
 PING_SECONDS_MAX = 2.0
+SUSPECT_SECONDS = 10.0
+"""Without an answer for so long a store is suspect, also while its node has a session: as long as that takes to end."""
 
 
 class Member(NamedTuple):
-    """One store as it stands. `revision` is that of its catalog record: a commit compares it. `free_bytes` as of the last
-    answer, 0 if it never answered."""
+    """One store as it stands. `revision` is that of its catalog record: a commit compares it. `has_session`: its node is up, the
+    catalog says. `settled`: what only this lost store had was rolled back. `free_bytes` as of the last answer, 0 if it never
+    answered."""
 
     store: StoreId
     node: NodeId
@@ -33,6 +37,18 @@ class Member(NamedTuple):
     revision: int
     live: bool
     free_bytes: int
+    has_session: bool = True
+    is_suspect: bool = False
+    settled: bool = False
+
+    @property
+    def standing(self) -> str:
+        """ "up", "suspect", "draining", "lost" or "removed"."""
+        if self.state in (StoreState.LOST, StoreState.REMOVED):
+            return self.state.name.lower()
+        if self.is_suspect:
+            return "suspect"
+        return "draining" if self.state is StoreState.DRAINING else "up"
 
     @property
     def is_gone_for_good(self) -> bool:
@@ -41,7 +57,7 @@ class Member(NamedTuple):
 
     @property
     def takes_shards(self) -> bool:
-        return self.live and self.state is StoreState.IN
+        return self.live and self.state is StoreState.IN and not self.is_suspect
 
 
 class _Answer(NamedTuple):
@@ -55,6 +71,7 @@ class _Answer(NamedTuple):
 class Members:
     """The cluster's stores with their liveness. `list_stores` reads the catalog; `ping(address)` asks an agent for its
     store id and free bytes and raises `ReplicationError`. The own store is asked through `own_free_bytes` and always live.
+    `list_sessions` gives the stores whose nodes have a session.
     """
 
     def __init__(
@@ -65,6 +82,7 @@ class Members:
         own_free_bytes: Callable[[], int],
         *,
         domain_label: str = NODE_DOMAIN,
+        list_sessions: Callable[[], Awaitable[frozenset[StoreId]]] | None = None,
         ping_age_seconds_max: float = 5.0,
         failure_age_seconds_max: float = 2.0,
     ) -> None:
@@ -73,6 +91,8 @@ class Members:
         self._list_stores = list_stores
         self._ping = ping
         self._own_free_bytes = own_free_bytes
+        self._list_sessions = list_sessions
+        self._with_session: frozenset[StoreId] | None = None
         self._ping_age_seconds_max = ping_age_seconds_max
         self._failure_age_seconds_max = failure_age_seconds_max
         self._stores: dict[StoreId, tuple[Store, int]] = {}
@@ -85,6 +105,8 @@ class Members:
         """All stores of the catalog, asked again where the last answer is too old, or `everyone`. Raises `CatalogUnavailable`."""
         async with self._refreshing:
             self._stores = await self._list_stores()
+            if self._list_sessions is not None:
+                self._with_session = await self._list_sessions()
             now = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for store, (record, _) in self._stores.items():
@@ -187,11 +209,16 @@ class Members:
             live, free_bytes = (answer.live, answer.free_bytes) if answer else (False, 0)
         live = live and record.state in (StoreState.IN, StoreState.DRAINING)  # the others are not asked any more
         domain = record.domain(self._domain_label)
-        return Member(store, record.node, domain, record.address, record.state, revision, live, free_bytes)
+        has_session = self._with_session is None or store in self._with_session
+        is_suspect = store != self.own_store and (not has_session or self.seconds_away(store) >= SUSPECT_SECONDS)
+        address, state = record.address, record.state
+        return Member(
+            store, record.node, domain, address, state, revision, live, free_bytes, has_session, is_suspect, record.settled
+        )
 
 
 def candidates(members: Sequence[Member], *, without: frozenset[StoreId] = frozenset()) -> list[Candidate]:
-    """The stores that may take new shards: `in`, and live; those in `without` are left out."""
+    """The stores that may take new shards: `in`, live and not suspect; those in `without` are left out."""
     return [
         Candidate(member.store, member.node, member.domain, member.free_bytes, member.live)
         for member in members

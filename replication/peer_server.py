@@ -8,13 +8,13 @@ or touch a file other than those that ids name. Nothing a peer sends deletes any
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
 
 from ckptfs import __version__
-from ckptfs.cache.ids import StoreId
+from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.replication import peer_messages
 from ckptfs.replication.conversation import PeerIdentity as PeerIdentity
 from ckptfs.replication.conversation import State
@@ -78,12 +78,15 @@ class PeerServer:
         transport: Transport,
         limits: PeerServerLimits | None = None,
         on_hurry: Callable[[], None] = lambda: None,
+        is_member: Callable[[StoreId, NodeId], Awaitable[bool]] | None = None,
         answer_call: AnswerCall = no_mount,
     ) -> None:
-        """`on_hurry` hears that somebody on another node waits for files of this one, `answer_call` what programs there write."""
+        """`on_hurry` hears that somebody on another node waits for files of this one, `answer_call` what programs there write.
+        `is_member` says whether a peer's store is in the catalog; without it all are."""
         self._limits = limits or PeerServerLimits()
         self._answers = PeerAnswers(shard_store, small_copies, segments, kept, identity, self._limits, on_hurry, answer_call)
         self._identity = identity
+        self._is_member = is_member
         self._transport = transport
         self._served: set[_Served] = set()
         self._connections = self._turned_away = self._violations = 0
@@ -226,6 +229,11 @@ class PeerServer:
             )
         elif hello.cluster != mine.cluster:
             reason, message = RefusalReason.WRONG_PEER, f"{mine.node} belongs to another cluster than {hello.node}"
+        elif self._is_member is not None and not await self._is_member(StoreId(hello.store), NodeId(hello.node)):
+            reason, message = (
+                RefusalReason.WRONG_PEER,
+                f"{hello.node} has not joined the cluster with the store {hello.store.hex()}, or was removed from it",
+            )
         else:
             welcome = Welcome(version, f"ckptfs {__version__}", mine.cluster, mine.store, mine.node)
             await served.stream.send(incoming.request, welcome)

@@ -82,12 +82,6 @@ def leaving_stores(members: list[Member]) -> frozenset[StoreId]:
     return frozenset(member.store for member in members if member.state is not StoreState.IN)
 
 
-def is_lowest_live(members: Members) -> bool:
-    """Whether the own store is the live one with the lowest id. Two that take themselves for it do no harm."""
-    takers = [member.store for member in members.known() if member.takes_shards]
-    return bool(takers) and min(takers) == members.own_store
-
-
 def exposed(vid: Vid, version: Version, revision: int, leaving: frozenset[StoreId], members: Members) -> Exposed | None:
     """What of the version is to move, None if nothing is. A store the catalog doesn't have is gone for good."""
     indices, live = [], 0

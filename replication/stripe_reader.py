@@ -454,10 +454,11 @@ class StripeReader:
         return (alive or order)[-1]
 
     def _trouble_with(self, store: StoreId) -> int:
-        """2 for a store known to be dead, 1 for one that was late a moment ago, else 0."""
-        if self._members.is_known_dead(store) or self._members.member(store) is None:
+        """2 for a store known to be dead, 1 for one that is suspect or was late a moment ago, else 0."""
+        member = self._members.member(store)
+        if self._members.is_known_dead(store) or member is None:
             return 2
-        return int(self._late_until_seconds.get(store, 0.0) > trio.current_time())
+        return int(member.is_suspect or self._late_until_seconds.get(store, 0.0) > trio.current_time())
 
     def _note(self, store: StoreId, error: Exception, vid: Vid | None = None) -> None:
         """`vid`: it is about a shard of that version, and not about its home's segment."""

@@ -25,7 +25,11 @@ from ckptfs.cache.catalog_kv import (
     Put,
     Unchanged,
 )
-from ckptfs.cache.errors import CatalogCompacted
+from ckptfs.cache.catalog_records import commit, repeated
+from ckptfs.cache.errors import CatalogCompacted, SessionEnded, StoreError
+from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.cache.session_fence import SessionFence
+from ckptfs.cache.store_registry import begin_session, session_label
 
 OpenCatalog = Callable[..., Any]
 
@@ -360,3 +364,81 @@ def _apply(content: dict[bytes, Entry], operations: list[Operation], revision: i
         else:
             del content[operation.key]
     return bool(changes)
+
+
+# The fence (R11, I7)
+
+ME, MY_NODE = StoreId(b"m" * 16), NodeId("me")
+
+
+async def fenced(open_catalog: OpenCatalog) -> tuple[Any, SessionFence]:
+    """A handle of a node whose session has begun, and its fence."""
+    kv = open_catalog(session_label(ME, 1))
+    await begin_session(kv, MY_NODE, ME, 1)
+    return kv, await SessionFence.begin(kv, MY_NODE, ME, 1)
+
+
+async def test_a_node_whose_session_ended_commits_nothing(open_catalog: OpenCatalog) -> None:
+    kv, _ = await fenced(open_catalog)
+    other = open_catalog("other")
+    revision = (await kv.transact([], [Put(b"mine", b"1")])).revision
+    await other.end_session(session_label(ME, 1))
+    for operations in ([Put(b"new", b"")], [Put(b"mine", b"2")], [Delete(b"mine")]):
+        with pytest.raises(SessionEnded, match="session of me"):
+            await kv.transact([Unchanged(b"mine", revision)], operations)
+    assert (await kv.transact([Unchanged(b"mine", revision)], [])).succeeded  # a read
+    entries = {entry.key: entry.value for entry in await other.range(b"")}
+    assert entries == {b"mine": b"1"}
+
+
+async def test_what_ran_before_the_session_began_anew_commits_nothing(open_catalog: OpenCatalog) -> None:
+    """A new session under the same label, on etcd even with the same lease: the earlier one stays ended."""
+    kv, _ = await fenced(open_catalog)
+    label = session_label(ME, 1)
+    await open_catalog("other").end_session(label)
+    again = open_catalog(label)
+    await begin_session(again, MY_NODE, ME, 1)
+    for _ in range(2):
+        with pytest.raises(SessionEnded):
+            await kv.transact([], [Put(b"k", b"")])
+    assert await again.get(b"k") is None
+
+
+async def test_an_operation_waits_for_the_new_session_and_reads_again(open_catalog: OpenCatalog, nursery: trio.Nursery) -> None:
+    kv, fence = await fenced(open_catalog)
+    label = session_label(ME, 1)
+    await open_catalog("other").end_session(label)
+    attempts = 0
+    refused = trio.Event()
+
+    async def attempt() -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 2:
+            refused.set()
+        try:
+            return await commit(kv, [], [Put(b"k", b"")])
+        except SessionEnded:
+            refused.set()
+            raise
+
+    async def begin_anew() -> None:
+        await refused.wait()
+        again = open_catalog(label)
+        await begin_session(again, MY_NODE, ME, 1)
+        await fence.run()
+
+    nursery.start_soon(begin_anew)
+    with trio.fail_after(10):
+        await repeated(attempt)
+    assert attempts == 2
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_taken_identity_is_said(open_catalog: OpenCatalog) -> None:
+    _, fence = await fenced(open_catalog)
+    await open_catalog("third").end_session(session_label(ME, 1))
+    other = open_catalog(session_label(StoreId(b"o" * 16), 2))
+    await begin_session(other, MY_NODE, StoreId(b"o" * 16), 2)
+    with pytest.raises(StoreError, match="another process runs as node me"), trio.fail_after(10):
+        await fence.run()

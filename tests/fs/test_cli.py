@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptfs import __version__
+from ckptfs.cache.admission import hash_of
 from ckptfs.fs.cli import run
 from ckptfs.fs.local_cluster import LocalCluster
 
@@ -111,7 +112,11 @@ def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert run(["nodes", "add", "node-3", "--host", "10.0.0.3", "--ca", str(authority), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert 'listen = "10.0.0.3:7070"' in shown
-    assert sorted(path.name for path in out.iterdir()) == ["ca.pem", "crl.pem", "node.key", "node.pem"]
+    assert sorted(path.name for path in out.iterdir()) == ["ca.pem", "crl.pem", "join.token", "node.key", "node.pem"]
+    token = (out / "join.token").read_text().strip()
+    assert token not in shown
+    assert f"ckptfs nodes admit node-3 {hash_of(token).hex()}" in shown
+    assert (out / "join.token").stat().st_mode & 0o777 == 0o600
     assert (out / "node.key").stat().st_mode & 0o777 == 0o600
     assert run(["ca", "revoke", "node-3", "--ca", str(authority), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["revoked"] == 1

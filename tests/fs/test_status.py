@@ -33,6 +33,8 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "bytes": 15,
         "files": 2,
         "damaged": [],
+        "lost": [],
+        "rolled_back": [],
         "away": [],
         "problems": [],
     }
@@ -43,6 +45,8 @@ def test_a_directory_is_as_good_as_its_worst_file() -> None:
         "bytes": 10,
         "files": 1,
         "damaged": [],
+        "lost": [],
+        "rolled_back": [],
         "away": [],
         "problems": [],
     }
@@ -59,6 +63,8 @@ def test_an_empty_directory_has_nothing_unprotected() -> None:
         "bytes": 0,
         "files": 0,
         "damaged": [],
+        "lost": [],
+        "rolled_back": [],
         "away": [],
         "problems": [],
     }

@@ -571,6 +571,27 @@ async def test_a_pool_keeps_connections_and_survives_a_restart(node: Node) -> No
     await pool.aclose()
 
 
+async def test_a_store_that_has_not_joined_is_refused(node: Node) -> None:
+    """Also with a certificate: who has one could join, and has not, or was removed."""
+    asked: list[tuple[StoreId, str]] = []
+    joined = False
+
+    async def is_member(store: StoreId, name: str) -> bool:
+        asked.append((store, name))
+        return joined
+
+    node.server._is_member = is_member
+    client = PeerClient(node.transport(ASKING), node.address, ASKING)
+    with pytest.raises(PeerRefused, match="asking has not joined the cluster") as caught:
+        await client.ping()
+    assert caught.value.reason is RefusalReason.WRONG_PEER
+    assert asked == [(ASKING.store, ASKING.node)]
+    assert node.server.statistics().refusals == {"wrong_peer": 1}
+    joined = True
+    await client.ping()
+    await client.aclose()
+
+
 async def test_another_store_or_cluster_at_the_address_is_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     stranger = PeerClient(node.transport(ASKING), node.address, ASKING, expected_store=StoreId(b"x" * 16))
     with pytest.raises(PeerRefused, match="is store 6262") as caught:

@@ -26,6 +26,7 @@ from ckptfs.cache.prefixes import Prefix, begin_prefix
 from ckptfs.cache.seal import SealCandidate, Sealed, Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
+from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.cache.versions import LocalCommit, Versions
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_requests import AgentRequests
@@ -114,6 +115,7 @@ class Node:
         self.number = number
         self.incarnation = time.time_ns()
         self.store = StoreDirectory.create_or_open(cluster.directory / f"node-{number}", NodeId(f"node-{number}"))
+        self.lock = self.store.acquire()
         self.segments = Segments(self.store.segments)
         self.mount_db = MountDatabase(self.store.mount_db)
         self.kv = SqliteCatalog.open(cluster.directory / "catalog.db", writer_label=f"node-{number}")
@@ -130,7 +132,9 @@ class Node:
         self._ended = trio.Event()
 
     async def up(self) -> None:
-        self.agent_kv = FlakyCatalog(os.fspath(self.cluster.directory / "catalog.db"), f"agent-{self.number}", None)
+        label = session_label(self.store.store_id, self.incarnation)
+        self.agent_kv = FlakyCatalog(os.fspath(self.cluster.directory / "catalog.db"), f"agent-{self.number}", label)
+        await begin_session(self.agent_kv, self.store.node, self.store.store_id, self.incarnation)
         self.waiting = MountDatabaseReader(self.store.mount_db)
         agent = self.agent = Agent(
             self.store,
@@ -187,6 +191,7 @@ class Node:
         await self.down()
         self.mount_db.close()
         await self.kv.aclose()
+        os.close(self.lock)
 
     @property
     def running(self) -> Agent:
@@ -348,6 +353,14 @@ class Cluster:
     async def down(self, *numbers: int) -> None:
         for number in numbers:
             await self.nodes[number].down()
+
+    async def elect(self) -> Node:
+        """The node that leads, after every one that runs has looked."""
+        running = [node for node in self.nodes if node.agent is not None]
+        for _ in range(2):
+            for node in running:
+                await node.running.leadership.look()
+        return next(node for node in running if node.running.leadership.is_held)
 
     def number_of(self, store: bytes) -> int:
         return [node.store.store_id for node in self.nodes].index(store)  # type: ignore[arg-type]

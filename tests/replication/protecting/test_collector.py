@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 BIG = 300_000
 
 
-async def collected(kv: Any, members: Any, after_seconds: float) -> tuple[int, CollectorStatistics]:
+async def collected(kv: Any, members: Any, leadership: Any, after_seconds: float) -> tuple[int, CollectorStatistics]:
     """How many keys go in a walk so long after one that saw what is dead."""
     now = 0.0
-    collector = Collector(kv, members, now=lambda: now)
+    collector = Collector(kv, members, leadership, now=lambda: now)
     assert await collector.collect() == 0
     now = after_seconds
     return await collector.collect(), collector.statistics
@@ -35,7 +35,8 @@ async def collect(cluster: Any, *, after_seconds: float = 601.0, sweep: bool = T
             continue
         await node.running.members.refresh()
         agent = node.running
-        count += (await collected(agent.collector._kv, agent.members, after_seconds))[0]
+        await agent.leadership.look()
+        count += (await collected(agent.collector._kv, agent.members, agent.leadership, after_seconds))[0]
     for node in cluster.nodes:
         if sweep and node.agent is not None:
             await node.running.sweep.sweep()
@@ -140,13 +141,12 @@ async def test_one_node_does_it(cluster: Any) -> None:
     saved = await first.save("a", os.urandom(BIG))
     await first.protected(saved)
     await first.delete(saved, "a")
-    lowest = min(cluster.nodes, key=lambda node: node.store.store_id)
     walked = []
     for node in cluster.nodes:
-        await node.running.members.refresh()
+        await node.running.leadership.look()
         await node.running.collector.collect()
         walked.append(node.running.collector.statistics.dead)
-    assert [node for node, dead in zip(cluster.nodes, walked, strict=True) if dead] == [lowest]
+    assert sorted(walked) == [0, 0, 0, 0, 0, 1]
 
 
 async def test_full_stores_get_room_before_the_frontier_the_oldest_first(cluster: Any) -> None:
@@ -155,7 +155,9 @@ async def test_full_stores_get_room_before_the_frontier_the_oldest_first(cluster
     await first.protected(old)
     await first.open("log", b"x")
     await first.delete(old, "step-1")
-    agent = min(cluster.nodes, key=lambda node: node.store.store_id).running
+    for node in cluster.nodes:
+        await node.running.leadership.look()
+    agent = next(node.running for node in cluster.nodes if node.running.leadership.is_held)
     full = [member._replace(free_bytes=0) for member in await agent.members.refresh()]
 
     class Full:
@@ -165,16 +167,16 @@ async def test_full_stores_get_room_before_the_frontier_the_oldest_first(cluster
             return full
 
     members: Any = Full()
-    assert (await collected(agent.collector._kv, members, 599))[0] == 0
-    count, statistics = await collected(agent.collector._kv, members, 601)
+    assert (await collected(agent.collector._kv, members, agent.leadership, 599))[0] == 0
+    count, statistics = await collected(agent.collector._kv, members, agent.leadership, 601)
     assert (count, statistics.early) == (1, 1)
 
 
 async def test_it_runs_in_the_agent(cluster: Any) -> None:
-    lowest = min(cluster.nodes, key=lambda node: node.store.store_id)
-    await lowest.down()
-    lowest.collect_seconds, lowest.grace_seconds = 0.01, 0.0
-    await lowest.up()
+    for node in cluster.nodes:
+        await node.down()
+        node.collect_seconds, node.grace_seconds = 0.01, 0.0
+        await node.up()
     first = cluster[0]
     saved = await first.save("a", os.urandom(BIG))
     await first.protected(saved)

@@ -36,6 +36,7 @@ async def declared(cluster: Any, number: int, state: StoreState) -> None:
 async def look(cluster: Any) -> list[int]:
     """Every node that runs looks once; those that did something."""
     worked = []
+    await cluster.elect()
     for node in cluster.nodes:
         if node.agent is not None:
             before = node.agent.rebuilder.statistics.rebuilt_shards
@@ -83,10 +84,10 @@ async def test_a_store_that_drains_gives_its_shards_away_and_can_go(cluster: Any
     before = await cluster[0].protected(*saved)
     leaver = next(number for number in range(1, 8) if all(number in holder_numbers(cluster, one) for one in before[:2]))
     await declared(cluster, leaver, StoreState.DRAINING)
-    before_reading = _leader(cluster).running.reader.counters.cells_read
+    before_reading = (await cluster.elect()).running.reader.counters.cells_read
     await look(cluster)
     # What still answers is copied: but for the small file nothing is read as a reader would.
-    assert _leader(cluster).running.reader.counters.cells_read - before_reading <= 1
+    assert (await cluster.elect()).running.reader.counters.cells_read - before_reading <= 1
     for one in saved:
         assert leaver not in holder_numbers(cluster, await cluster[0].version(one))
     await cluster.down(leaver)
@@ -122,22 +123,18 @@ async def test_what_has_no_place_stays_and_what_is_nowhere_is_named_lost(cluster
     await declared(cluster, 0, StoreState.LOST)
     assert small.ino not in [ino for node in cluster.nodes[1:] for ino in node.running.rebuilder.statistics.lost]
     await look(cluster)
-    leader = min(cluster.nodes[1:], key=lambda node: node.store.store_id).running.rebuilder
+    leader = (await cluster.elect()).running.rebuilder
     assert (leader.statistics.left, leader.statistics.homeless, leader.statistics.lost_count) == (1, 1, 0)
     await cluster.down(1, 2)
     for number in (1, 2):
         await declared(cluster, number, StoreState.LOST)
     await look(cluster)
-    leader = min(cluster.nodes[3:], key=lambda node: node.store.store_id).running.rebuilder
+    leader = (await cluster.elect()).running.rebuilder
     assert (leader.statistics.lost_count, leader.statistics.lost) == (1, [saved.ino])
     (report,) = (await cluster[4].ask("verify", inos=[saved.ino], repair=True))["files"]
     assert report["result"] == "lost", report
-    (problem,) = [said for said in (await _leader(cluster).ask("status"))["problems"] if "lost" in said]
+    (problem,) = [said for said in (await (await cluster.elect()).ask("status"))["problems"] if "model.pt" in said]
     assert "model.pt" in problem
-
-
-def _leader(cluster: Any) -> Any:
-    return min((node for node in cluster.nodes if node.agent is not None), key=lambda node: node.store.store_id)
 
 
 @slow
@@ -146,12 +143,11 @@ async def test_another_node_goes_on_where_a_leader_ended(cluster: Any) -> None:
     saved = await cluster[0].save("model.pt", os.urandom(SIZE))
     (version,) = await cluster[0].protected(saved)
     numbers = holder_numbers(cluster, version)
-    first, second = sorted(cluster.nodes, key=lambda node: node.store.store_id)[:2]
-    leaders = (first.number, second.number)
-    lost = next((number for number in numbers[4:] if number not in leaders), numbers[4])  # a parity shard, which is encoded
+    leads = (await cluster.elect()).number
+    lost = next(number for number in numbers[4:] if number != leads)  # a parity shard, which is encoded
     await cluster.down(lost)
     await declared(cluster, lost, StoreState.LOST)
-    leader = _leader(cluster)
+    leader = await cluster.elect()
     leader.codec.shut(before_stripe=3)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(leader.running.rebuilder.look)
@@ -160,8 +156,8 @@ async def test_another_node_goes_on_where_a_leader_ended(cluster: Any) -> None:
         leader.codec.open()
     assert (await cluster[0].version(saved)).shards == version.shards
     await leader.down()
-    assert await look(cluster) == [_leader(cluster).number]
-    reader = _leader(cluster)
+    assert await look(cluster) == [(await cluster.elect()).number]
+    reader = await cluster.elect()
     after = await reader.version(saved)
     assert lost not in holder_numbers(cluster, after)
     assert [shard.root for shard in after.shards] == [shard.root for shard in version.shards]

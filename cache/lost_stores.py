@@ -1,0 +1,222 @@
+"""What a store that is lost takes with it, and how its return undoes that (R8, R10). Pure.
+
+The leader declares a store lost, and only while its node has no session. Then for each file whose newest content only that store
+had, one transaction shows what it had before: the newest of its versions that another store has, `rolled_back_from` naming what
+is gone; or the file is `lost` where there is none. The version's key stays: a store that returns gives its files back what nobody
+touched since. What it has besides of files that are still there is told to the caller (`fs/returned_store.py` makes files of
+their own of it): it never replaces newer content. What was removed meanwhile stays removed.
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from ckptfs.cache.catalog_format import (
+    BLOCKS_UNKNOWN,
+    Inode,
+    Session,
+    Store,
+    StoreState,
+    Version,
+    VersionState,
+    Writer,
+    inode_key,
+    pack,
+    session_key,
+    store_key,
+    unpack,
+    version_key,
+)
+from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.prefixes import without_prefix
+from ckptfs.cache.removal import end_versions
+from ckptfs.cache.store_registry import stores
+from ckptfs.cache.version_recovery import versions_at_home
+from ckptfs.cache.version_states import version_step
+
+HOME_ONLY = (VersionState.OPEN, VersionState.LOCAL)
+"""Versions whose bytes only their home has."""
+
+
+class RolledBack(NamedTuple):
+    """A file whose newest content is gone with its store. `shown`: what it shows now; None: it is lost."""
+
+    ino: InodeNumber
+    gone: Vid
+    shown: Vid | None
+
+
+async def declare_lost(kv: KeyValue, leader: Unchanged, store: StoreId) -> bool:
+    """Make the store `LOST`; False, and nothing is changed, if its node is up, or it isn't `IN` or `DRAINING` any more, or
+    `leader` doesn't hold."""
+    entry = await kv.get(store_key(store))
+    if entry is None:
+        return False
+    record = unpack(Store, entry.value)
+    session = await kv.get(session_key(record.node))
+    is_up = session is not None and unpack(Session, session.value).store == store
+    if is_up or record.state not in (StoreState.IN, StoreState.DRAINING):
+        return False
+    compares = [
+        leader,
+        Unchanged(store_key(store), entry.mod_revision),
+        Unchanged(session_key(record.node), 0 if session is None else session.mod_revision),
+    ]
+    lost = msgspec.structs.replace(record, state=StoreState.LOST, settled=False)
+    return (await kv.transact(compares, [Put(store_key(store), pack(lost))])).succeeded
+
+
+async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGenerator[RolledBack, None]:
+    """Each file whose newest content only this store had, which is lost or removed, as it is rolled back; at the end the store is
+    `settled`.
+
+    Begun again after an interruption it goes on with what is left. Ends early if `leader` doesn't hold any more, or the store
+    has returned.
+    """
+    known = {known: record for known, (record, _) in (await stores(kv)).items()}
+    async with aclosing(versions_at_home(kv, store, HOME_ONLY)) as versions:
+        async for vid, version in versions:
+            done = await repeated(partial(_attempt_roll_back, kv, leader, store, known, vid, version.ino))
+            if done is not None:
+                yield done
+    entry = await kv.get(store_key(store))
+    if entry is not None and (record := unpack(Store, entry.value)).state in (StoreState.LOST, StoreState.REMOVED):
+        settled = msgspec.structs.replace(record, settled=True)
+        await kv.transact([leader, Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(settled))])
+
+
+async def _attempt_roll_back(
+    kv: KeyValue, leader: Unchanged, store: StoreId, known: Mapping[StoreId, Store], vid: Vid, ino: InodeNumber
+) -> RolledBack | None:
+    entry = await kv.get(store_key(store))
+    if entry is None or unpack(Store, entry.value).state not in (StoreState.LOST, StoreState.REMOVED):
+        return None
+    try:
+        inode, inode_revision = await existing_inode(kv, ino)
+    except NoSuchName:
+        return None
+    found = await find_version(kv, vid)
+    if found is None or vid not in (inode.open, inode.cur):
+        return None
+    compares: list[Compare] = [
+        leader,
+        Unchanged(store_key(store), entry.mod_revision),
+        Unchanged(inode_key(ino), inode_revision),
+        Unchanged(version_key(vid), found[1]),
+    ]
+    operations: list[Operation] = []
+    # What was closed rather than what was being written: it is whole.
+    closed = None if inode.cur is None else await find_version(kv, inode.cur)
+    gone = inode.cur if inode.cur is not None and closed is not None and _only_at(closed[0], store) else vid
+    if inode.open is not None and gone != inode.open:
+        unfinished = await find_version(kv, inode.open)
+        if unfinished is not None and unfinished[0].home != store:
+            return None  # it is written elsewhere now: that is newer than what is gone
+    left = await _best_left(kv, inode, known)
+    inode, ending = await without_prefix(kv, inode)
+    compares += ending.plan.compares
+    operations += ending.plan.operations
+    changed = msgspec.structs.replace(inode, open=None, writer=None, epoch=inode.epoch + 1, rolled_back_from=gone, cur=None)
+    if left is None:
+        changed = msgspec.structs.replace(changed, lost=True)
+    else:
+        left_vid, left_version, left_revision = left
+        compares.append(Unchanged(version_key(left_vid), left_revision))
+        protected = left_version.state is VersionState.PROTECTED
+        changed = msgspec.structs.replace(
+            changed,
+            cur=left_vid,
+            prot=left_vid if protected else changed.prot,
+            prev=None if left_vid == changed.prev else changed.prev,
+            prefix=None if left_vid == changed.prefix else changed.prefix,
+            prev_local=None if left_vid == changed.prev_local else changed.prev_local,
+            size=left_version.size,
+            blocks=BLOCKS_UNKNOWN,
+        )
+        if left_version.ino != ino:  # the content of a file this one has replaced
+            operations.append(version_step(left_vid, left_version, msgspec.structs.replace(left_version, ino=ino)))
+    await commit(kv, compares, [*operations, Put(inode_key(ino), pack(changed))])
+    return RolledBack(ino, gone, changed.cur)
+
+
+def _only_at(version: Version, store: StoreId) -> bool:
+    return version.home == store and version.state in HOME_ONLY
+
+
+async def _best_left(kv: KeyValue, inode: Inode, known: Mapping[StoreId, Store]) -> tuple[Vid, Version, int] | None:
+    """The newest of the file's versions that doesn't need a store that is gone; whether its shards can be read is not asked."""
+    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix):
+        found = None if vid is None else await find_version(kv, vid)
+        if vid is None or found is None:
+            continue
+        version = found[0]
+        home = known.get(version.home)
+        at_home = version.state is VersionState.LOCAL and home is not None and home.state in (StoreState.IN, StoreState.DRAINING)
+        if version.state is VersionState.PROTECTED or at_home:
+            return vid, *found
+    return None
+
+
+# Return
+
+
+class Returned(NamedTuple):
+    """A version that a returning store has. `reattached`: its file shows it again; else somebody has written the file since, and
+    nothing names `version` any more."""
+
+    vid: Vid
+    version: Version
+    reattached: bool
+
+
+async def give_back(kv: KeyValue, writer: Writer) -> AsyncGenerator[Returned, None]:
+    """What this store, which was lost and has returned, had alone: each version that was rolled back and whose file is still
+    there, after that was given it back if nobody touched it."""
+    async with aclosing(versions_at_home(kv, writer.store, HOME_ONLY)) as versions:
+        async for vid, version in versions:
+            done = await repeated(partial(_attempt_give_back, kv, writer, vid, version.ino))
+            if done is not None:
+                yield done
+
+
+async def _attempt_give_back(kv: KeyValue, writer: Writer, vid: Vid, ino: InodeNumber) -> Returned | None:
+    found = await find_version(kv, vid)
+    if found is None or found[0].ino != ino:
+        return None
+    version, revision = found
+    try:
+        inode, inode_revision = await existing_inode(kv, ino)
+    except NoSuchName:
+        return None  # removed, or the file that replaced it may fall back to these bytes
+    if vid in (inode.open, inode.cur, inode.prev_local, inode.prefix_next):
+        return None  # the leader hadn't come to it
+    if inode.rolled_back_from != vid:
+        return Returned(vid, version, False)
+    given = msgspec.structs.replace(inode, rolled_back_from=None, lost=False, epoch=inode.epoch + 1)
+    replaced = [] if version.state is VersionState.OPEN or inode.cur == inode.prot else [inode.cur]
+    ending = await end_versions(kv, replaced, 0)
+    if version.state is VersionState.OPEN:
+        given = msgspec.structs.replace(given, open=vid, writer=writer)
+    else:
+        given = msgspec.structs.replace(given, cur=vid, size=version.size, blocks=BLOCKS_UNKNOWN)
+    compares = [Unchanged(inode_key(ino), inode_revision), Unchanged(version_key(vid), revision), *ending.plan.compares]
+    await commit(kv, compares, [*ending.plan.operations, Put(inode_key(ino), pack(given))])
+    return Returned(vid, version, True)
+
+
+async def be_in_again(kv: KeyValue, store: StoreId) -> None:
+    """The store holds what it is named for, and takes shards again; what others hold in its place now is garbage here (R9)."""
+    await repeated(partial(_attempt_be_in_again, kv, store))
+
+
+async def _attempt_be_in_again(kv: KeyValue, store: StoreId) -> None:
+    entry = await kv.get(store_key(store))
+    if entry is not None and (record := unpack(Store, entry.value)).state is StoreState.LOST:
+        returned = msgspec.structs.replace(record, state=StoreState.IN, settled=False)
+        await commit(kv, [Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(returned))])

@@ -1,0 +1,99 @@
+"""Taking a store out of the cluster for good: one that is down and, unless forced, holds nothing that only it has. Pure."""
+
+from collections.abc import Mapping
+from contextlib import aclosing
+
+import msgspec
+
+from ckptfs.cache.catalog_format import (
+    VERSION_PREFIX,
+    Session,
+    ShardLayout,
+    Store,
+    StoreState,
+    Version,
+    VersionState,
+    pack,
+    session_key,
+    store_key,
+    unpack,
+    vid_of_key,
+)
+from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
+from ckptfs.cache.catalog_records import Conflict, commit, existing_inode
+from ckptfs.cache.errors import NoSuchName, StoreError
+from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
+from ckptfs.cache.lost_stores import HOME_ONLY
+from ckptfs.cache.store_registry import stores
+from ckptfs.cache.version_recovery import scan
+
+
+class HoldsTheOnly(StoreError):
+    """The store has the only content of these files."""
+
+    def __init__(self, inos: list[InodeNumber]) -> None:
+        super().__init__(f"only it has the content of {len(inos)} files")
+        self.inos = inos
+
+
+async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeNumber]:
+    """Take the node's stores out: shards they hold are made again elsewhere, and they can't return. Returns the files that are
+    rolled back or lost by that (with `force` only).
+
+    Raises `NoSuchName` for a node that has no store in the cluster, `StoreError` for one that is up, `HoldsTheOnly`.
+    """
+    known = await stores(kv)
+    mine = {store: found for store, found in known.items() if found[0].node == node and found[0].state is not StoreState.REMOVED}
+    if not mine:
+        raise NoSuchName(f"the cluster has no node {node}")
+    given_up: list[InodeNumber] = []
+    for store, (record, revision) in mine.items():
+        session = await kv.get(session_key(node))
+        if session is not None and unpack(Session, session.value).store == store:
+            raise StoreError(f"{node} is up: stop it first (`ckptfs umount` there); nothing was changed")
+        only_here = await only_at(kv, store, {other: found[0] for other, found in known.items()})
+        if only_here and not force:
+            raise HoldsTheOnly(only_here)
+        # A lost store's files were rolled back; those of one that was not are by the leader, which sees that it isn't settled.
+        settled = record.state is StoreState.LOST and record.settled
+        removed = msgspec.structs.replace(record, state=StoreState.REMOVED, settled=settled)
+        compares = [Unchanged(store_key(store), revision), Unchanged(session_key(node), session.mod_revision if session else 0)]
+        try:
+            await commit(kv, compares, [Put(store_key(store), pack(removed))])
+        except Conflict:
+            raise StoreError(f"{node} has just changed: nothing was; look at it again (ckptfs nodes list)") from None
+        given_up += only_here
+    return given_up
+
+
+async def only_at(kv: KeyValue, store: StoreId, known: Mapping[StoreId, Store]) -> list[InodeNumber]:
+    """Files whose newest content nobody could read without the store, by a walk over all versions. A store that is in the cluster
+    counts as having what it is named for."""
+    found: dict[InodeNumber, None] = {}
+    async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
+        async for entry in entries:
+            version = unpack(Version, entry.value)
+            if _needs(version, store, known) and await _is_newest(kv, vid_of_key(entry.key), version):
+                found[version.ino] = None
+    return list(found)
+
+
+def _needs(version: Version, store: StoreId, known: Mapping[StoreId, Store]) -> bool:
+    if version.state in HOME_ONLY:
+        return version.home == store
+    if version.state is not VersionState.PROTECTED or all(shard.store != store for shard in version.shards):
+        return False
+    needed = 1 if version.layout is ShardLayout.COPIES else version.data_shards
+    return sum(shard.store != store and _is_in(known, shard.store) for shard in version.shards) < needed
+
+
+def _is_in(known: Mapping[StoreId, Store], store: StoreId) -> bool:
+    return store in known and known[store].state in (StoreState.IN, StoreState.DRAINING)
+
+
+async def _is_newest(kv: KeyValue, vid: Vid, version: Version) -> bool:
+    try:
+        inode, _ = await existing_inode(kv, version.ino)
+    except NoSuchName:
+        return False
+    return vid in (inode.open, inode.cur, inode.rolled_back_from)

@@ -1,0 +1,140 @@
+"""A store that was declared lost comes back: its files show again what only it had, where nobody touched them (R8, R10, I14).
+
+Run by the mount before it answers anything. What somebody has written meanwhile stays as it is; the content that this node has of
+such a file goes to `/.ckptfs/conflicts/`, as a file of its own that is protected like any other. Repeated after a kill it goes on
+with what is left.
+"""
+
+import logging
+import os
+import stat
+from contextlib import aclosing
+from pathlib import Path
+
+from ckptfs.cache.boot import boot_id
+from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack, version_key
+from ckptfs.cache.catalog_kv import Unchanged
+from ckptfs.cache.catalog_records import commit, find_version
+from ckptfs.cache.errors import NameExists, NoSuchName, StoreError
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
+from ckptfs.cache.lost_stores import be_in_again, give_back
+from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
+from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.segments import Segments
+from ckptfs.cache.version_states import version_step
+
+log = logging.getLogger(__name__)
+
+CONFLICTS = (b".ckptfs", b"conflicts")
+NO_UMASK = 0
+
+
+class ReturnedStore:
+    """The return of one store, in its mount process."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        database: MountDatabase,
+        segments: Segments,
+        store: StoreId,
+        incarnation: int,
+        boot: Path,
+    ) -> None:
+        """`boot` is the store's file of that name."""
+        self._namespace = namespace
+        self._database = database
+        self._segments = segments
+        self._writer = Writer(store, incarnation)
+        self._boot = boot
+
+    async def bring_back(self) -> bool:
+        """Whether the store was lost: then all it had alone has a name again, and it is `IN`. Raises `OSError` too."""
+        kv = self._namespace.kv
+        if not await self._is_lost():
+            return False
+        given = conflicts = 0
+        async with aclosing(give_back(kv, self._writer)) as returned:
+            async for vid, version, reattached in returned:
+                if reattached:
+                    given += 1
+                    log.warning("file_given_back inode=%d vid=%s", version.ino, vid.hex())
+                elif self._has(version):
+                    conflicts += 1
+                    await self._set_aside(vid, version)
+        await be_in_again(kv, self._writer.store)
+        await kv.make_durable()
+        log.warning("store_returned given_back=%d conflicts=%d: it was declared lost while it was away", given, conflicts)
+        return True
+
+    async def require_not_lost(self) -> None:
+        """Raise `StoreError` if the store was declared lost while this process ran: the next one brings its files back."""
+        if await self._is_lost():
+            raise StoreError("this node's store was declared lost while the node was away: the mount process begins anew")
+
+    async def _is_lost(self) -> bool:
+        kv = self._namespace.kv
+        await kv.catch_up()
+        entry = await kv.get(store_key(self._writer.store))
+        return entry is not None and unpack(Store, entry.value).state is StoreState.LOST
+
+    def _has(self, version: Version) -> bool:
+        """Whether its bytes are here as they were written: not so where a power cut came before they were synced."""
+        if not version.durable and self._boot.is_file() and self._boot.read_bytes().strip() != boot_id():
+            return False
+        return os.path.exists(self._segments.path_of(version.segment))
+
+    async def _set_aside(self, vid: Vid, version: Version) -> None:
+        """A file of its own for a version whose file has other content now. Its segment carries on."""
+        try:
+            inode = await self._namespace.inode(version.ino)
+        except NoSuchName:
+            return
+        row = self._database.file(version.ino)
+        of_version = row is not None and row.segment == version.segment
+        hint = os.path.basename(row.path_hint) if row is not None and of_version else b""
+        name = b"%x-%b%b" % (version.ino, vid.hex()[:8].encode(), b"-" + hint[:200] if hint else b"")
+        ino, new_vid = await self._named(name, inode, version)
+        self._segments.relabel(version.segment, ino)
+        size = self._segments.size(version.segment)
+        self._database.put_file(
+            FileRow(ino, new_vid, version.segment, FileState.OPEN, size, self._namespace.now_ns(), None, name)
+        )
+        if of_version:
+            for handle in self._database.handles():  # programs that write it go on, and what they write is in the new file
+                if handle.ino == version.ino:
+                    self._database.put_handle(handle._replace(ino=ino))
+            self._database.remove_files([version.ino])
+        found = await find_version(self._namespace.kv, vid)
+        if found is not None:
+            await commit(self._namespace.kv, [Unchanged(version_key(vid), found[1])], [version_step(vid, found[0], None)])
+        log.error("conflict_set_aside inode=%d vid=%s as=/%s/%s: the file was written elsewhere meanwhile",
+                  version.ino, vid.hex(), b"/".join(CONFLICTS).decode(), os.fsdecode(name))  # fmt: skip
+
+    async def _named(self, name: bytes, inode: Inode, version: Version) -> tuple[InodeNumber, Vid]:
+        """The file in the directory of conflicts, being written here, in the version's segment."""
+        directory = await self._directory()
+        nameless = await self._namespace.make_nameless(directory, stat.S_IMODE(inode.mode), inode.uid, inode.gid, NO_UMASK)
+        descriptor = self._segments.open_read(version.segment)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._segments.sync_directories([version.segment])
+        try:
+            named = await self._namespace.name_file(nameless, version.segment, directory, name)
+        except NameExists:  # made by an earlier attempt that was killed
+            ino, named = await self._namespace.lookup(directory, name)
+            assert named.open is not None
+            return ino, named.open
+        assert named.open is not None
+        return nameless.ino, named.open
+
+    async def _directory(self) -> InodeNumber:
+        parent = ROOT_INODE
+        for name in CONFLICTS:
+            try:
+                parent, _ = await self._namespace.make_directory(parent, name, 0o755, os.geteuid(), os.getegid())
+            except NameExists:
+                parent, _ = await self._namespace.lookup(parent, name)
+        return parent

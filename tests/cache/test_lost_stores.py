@@ -1,0 +1,301 @@
+"""A store that is declared lost, what becomes of the files only it had, and what its return changes: on every engine."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptfs.cache.catalog_check import catalog_problems
+from ckptfs.cache.catalog_format import (
+    LEADER_KEY,
+    Inode,
+    Settings,
+    Shard,
+    ShardLayout,
+    Store,
+    StoreState,
+    VersionState,
+    Writer,
+    pack,
+    store_key,
+    unpack,
+)
+from ckptfs.cache.catalog_kv import Put, Unchanged
+from ckptfs.cache.errors import NoSuchName, StoreError
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id
+from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
+from ckptfs.cache.namespace import Created, Namespace
+from ckptfs.cache.store_registry import begin_session, register_store, session_label
+from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
+from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
+
+OpenCatalog = Callable[..., Any]
+GONE, OTHER = StoreId(b"G" * 16), StoreId(b"O" * 16)
+NODE = NodeId("node-0")
+
+
+class World:
+    """A node whose store gets lost, another one, and a leader."""
+
+    def __init__(self, open_catalog: OpenCatalog) -> None:
+        self.label = session_label(GONE, 1)
+        self.kv, self.node_kv, self.new_kv = open_catalog(), open_catalog(self.label), open_catalog("new")
+        clock = count(1000).__next__
+        self.tree = Namespace(self.kv, GONE, 1, clock)
+        self.mine = Versions(self.kv, GONE, 1, clock)
+        self.theirs = Versions(self.kv, OTHER, 1, clock)
+
+    async def start(self) -> None:
+        await self.tree.format_if_empty(Settings(1, b"C" * 16, 1, 1, 4096))
+        for node, store in (("node-0", GONE), ("node-1", OTHER)):
+            await register_store(self.kv, store, NodeId(node), "127.0.0.1:1", "/store", {})
+        await begin_session(self.node_kv, NODE, GONE, 1)
+        self.leader = Unchanged(LEADER_KEY, (await self.kv.transact([], [Put(LEADER_KEY, b"")])).revision)
+
+    async def make(self, name: bytes) -> Created:
+        return await self.tree.create_file(ROOT_INODE, name, 0o644, 0, 0, new_segment_id())
+
+    async def local(self, versions: Versions, ino: InodeNumber, vid: Vid, size: int) -> None:
+        done = await versions.commit_local([LocalCommit(ino, vid, size, b"r" * 16, 4096, 500, True)])
+        assert done.vids == {vid}
+
+    async def protect(self, ino: InodeNumber, vid: Vid) -> None:
+        revisions = {}
+        for store in (GONE, OTHER):
+            entry = await self.kv.get(store_key(store))
+            revisions[store] = entry.mod_revision
+        shards = [Shard(store, b"r" * 16) for store in (GONE, OTHER)]
+        commit = ProtectedCommit(ino, vid, ShardLayout.STRIPED, 1, 1, 4096, shards, revisions)
+        assert await self.mine.commit_protected([commit]) == {vid}
+
+    async def rewrite(self, versions: Versions, ino: InodeNumber, size: int | None) -> Vid:
+        """Anew, in a new segment; closed with `size` bytes, or left open."""
+        opened = await versions.open_for_writing(ino, truncate_to_new_segment=new_segment_id())
+        if size is not None:
+            await self.local(versions, ino, opened.vid, size)
+        return opened.vid
+
+    async def lose(self) -> list[RolledBack]:
+        await self.kv.end_session(self.label)
+        assert await declare_lost(self.kv, self.leader, GONE)
+        return [one async for one in roll_back(self.kv, self.leader, GONE)]
+
+    async def come_back(self) -> list[Returned]:
+        returned = [one async for one in give_back(self.kv, Writer(GONE, 2))]
+        await be_in_again(self.kv, GONE)
+        return returned
+
+    async def record(self) -> Store:
+        return unpack(Store, (await self.kv.get(store_key(GONE))).value)
+
+    async def inode(self, ino: InodeNumber) -> Inode:
+        return await self.tree.inode(ino)
+
+
+@pytest.fixture
+async def world(open_catalog: OpenCatalog) -> World:
+    world = World(open_catalog)
+    await world.start()
+    return world
+
+
+async def test_a_store_whose_node_is_up_is_not_lost(world: World) -> None:
+    assert not await declare_lost(world.kv, world.leader, GONE)
+    await world.kv.end_session(world.label)
+    assert not await declare_lost(world.kv, Unchanged(LEADER_KEY, 1), GONE)  # by who doesn't lead any more
+    assert await declare_lost(world.kv, world.leader, GONE)
+    assert not await declare_lost(world.kv, world.leader, GONE)
+    assert (await world.record()).state is StoreState.LOST
+
+
+async def test_a_wiped_machine_is_a_new_store_and_its_old_one_may_be_lost(world: World) -> None:
+    await world.kv.end_session(world.label)
+    await begin_session(world.new_kv, NODE, StoreId(b"N" * 16), 2)
+    assert await declare_lost(world.kv, world.leader, GONE)
+
+
+async def test_a_protected_file_is_as_before(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    before = await world.inode(made.ino)
+    assert await world.lose() == []
+    assert await world.inode(made.ino) == before
+    assert (await world.record()).settled
+
+
+async def test_a_file_shows_what_was_protected_before_and_says_so(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    newer = await world.rewrite(world.mine, made.ino, 20)
+    before = await world.inode(made.ino)
+    assert await world.lose() == [RolledBack(made.ino, newer, made.vid)]
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prot, inode.rolled_back_from, inode.lost) == (made.vid, made.vid, newer, False)
+    assert (inode.writer, inode.open, inode.size, inode.epoch) == (None, None, 10, before.epoch + 1)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_file_that_was_nowhere_else_is_lost(world: World) -> None:
+    closed, written = await world.make(b"closed"), await world.make(b"written")
+    await world.local(world.mine, closed.ino, closed.vid, 10)
+    assert sorted(await world.lose()) == [
+        RolledBack(closed.ino, closed.vid, None),
+        RolledBack(written.ino, written.vid, None),
+    ]
+    for made in (closed, written):
+        inode = await world.inode(made.ino)
+        assert (inode.lost, inode.cur, inode.open, inode.writer, inode.rolled_back_from) == (True, None, None, None, made.vid)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_what_was_being_written_goes_and_what_another_node_has_stays(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    theirs = await world.rewrite(world.theirs, made.ino, 30)
+    mine = await world.rewrite(world.mine, made.ino, None)
+    assert await world.lose() == [RolledBack(made.ino, mine, theirs)]
+    assert (await world.inode(made.ino)).size == 30
+
+
+async def test_what_another_node_is_writing_is_not_touched(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    theirs = await world.rewrite(world.theirs, made.ino, None)
+    assert await world.lose() == []
+    inode = await world.inode(made.ino)
+    assert (inode.open, inode.cur) == (theirs, made.vid)
+    await world.local(world.theirs, made.ino, theirs, 30)
+    assert (await world.inode(made.ino)).cur == theirs
+
+
+async def test_it_is_gone_on_with_after_an_interruption(world: World) -> None:
+    made = [await world.make(b"%d" % number) for number in range(5)]
+    await world.kv.end_session(world.label)
+    assert await declare_lost(world.kv, world.leader, GONE)
+    rolled = roll_back(world.kv, world.leader, GONE)
+    first = await anext(rolled)
+    await rolled.aclose()
+    assert not (await world.record()).settled
+    rest = [one async for one in roll_back(world.kv, world.leader, GONE)]
+    assert {one.ino for one in [first, *rest]} == {one.ino for one in made}
+    assert len(rest) == 4
+
+
+async def test_a_returning_store_gives_back_what_nobody_touched(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    newer = await world.rewrite(world.mine, made.ino, 20)
+    lost, written = await world.make(b"lost"), await world.make(b"written")
+    await world.local(world.mine, lost.ino, lost.vid, 5)
+    await world.lose()
+    assert {(one.vid, one.reattached) for one in await world.come_back()} == {
+        (newer, True),
+        (lost.vid, True),
+        (written.vid, True),
+    }
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prot, inode.rolled_back_from, inode.size) == (newer, made.vid, None, 20)
+    inode = await world.inode(lost.ino)
+    assert (inode.cur, inode.lost, inode.size) == (lost.vid, False, 5)
+    inode = await world.inode(written.ino)
+    assert (inode.open, inode.writer, inode.lost) == (written.vid, Writer(GONE, 2), False)
+    assert (await world.record()).state is StoreState.IN
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_returning_store_changes_nothing_written_since(world: World) -> None:
+    """I14: what was written or removed meanwhile stays so."""
+    rewritten, removed = await world.make(b"rewritten"), await world.make(b"removed")
+    for made in (rewritten, removed):
+        await world.local(world.mine, made.ino, made.vid, 10)
+    await world.lose()
+    theirs = await world.rewrite(world.theirs, rewritten.ino, 30)
+    await world.tree.unlink(ROOT_INODE, b"removed")
+    assert [(one.vid, one.reattached) for one in await world.come_back()] == [(rewritten.vid, False)]
+    inode = await world.inode(rewritten.ino)
+    assert (inode.cur, inode.size, inode.rolled_back_from) == (theirs, 30, None)
+    assert await world.mine.version(removed.vid) is None
+    version = await world.mine.version(rewritten.vid)
+    assert version is not None and version.state is VersionState.LOCAL  # noqa: PT018
+
+
+async def test_a_store_that_returns_before_its_files_were_rolled_back_has_lost_nothing(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.kv.end_session(world.label)
+    assert await declare_lost(world.kv, world.leader, GONE)
+    assert await world.come_back() == []
+    assert [one async for one in roll_back(world.kv, world.leader, GONE)] == []
+    assert (await world.inode(made.ino)).cur == made.vid
+
+
+# Removal
+
+
+async def test_a_node_that_is_up_or_unknown_is_not_removed(world: World) -> None:
+    with pytest.raises(StoreError, match="is up: stop it first"):
+        await remove_node(world.kv, NODE, force=True)
+    with pytest.raises(NoSuchName, match="no node nobody"):
+        await remove_node(world.kv, NodeId("nobody"), force=True)
+    assert (await world.record()).state is StoreState.IN
+
+
+async def test_a_node_that_holds_nothing_alone_is_removed_and_can_not_return(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    await world.kv.end_session(world.label)
+    assert await remove_node(world.kv, NODE, force=False) == []
+    assert (await world.record()).state is StoreState.REMOVED
+    assert await world.come_back() == []
+    assert (await world.record()).state is StoreState.REMOVED
+    with pytest.raises(StoreError, match="was removed from the cluster"):
+        await register_store(world.kv, GONE, NODE, "127.0.0.1:1", "/store", {})
+    with pytest.raises(NoSuchName):
+        await remove_node(world.kv, NODE, force=False)
+
+
+async def test_what_only_it_has_is_named_and_given_up_by_force_only(world: World) -> None:
+    local, written, gone = await world.make(b"local"), await world.make(b"written"), await world.make(b"gone")
+    for made in (local, gone):
+        await world.local(world.mine, made.ino, made.vid, 10)
+    await world.tree.unlink(ROOT_INODE, b"gone")
+    await world.kv.end_session(world.label)
+    with pytest.raises(HoldsTheOnly) as holds:
+        await remove_node(world.kv, NODE, force=False)
+    assert sorted(holds.value.inos) == [local.ino, written.ino]
+    assert (await world.record()).state is StoreState.IN
+    assert sorted(await remove_node(world.kv, NODE, force=True)) == [local.ino, written.ino]
+    assert not (await world.record()).settled
+    rolled = [one async for one in roll_back(world.kv, world.leader, GONE)]
+    assert {one.ino for one in rolled} == {local.ino, written.ino}
+    assert (await world.inode(local.ino)).lost
+    assert (await world.record()).settled
+
+
+async def test_shards_that_are_the_last_count(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    await world.kv.end_session(world.label)
+    other = await world.kv.get(store_key(OTHER))
+    lost = msgspec.structs.replace(unpack(Store, other.value), state=StoreState.LOST)
+    await world.kv.transact([], [Put(store_key(OTHER), pack(lost))])
+    with pytest.raises(HoldsTheOnly) as holds:
+        await remove_node(world.kv, NODE, force=False)
+    assert holds.value.inos == [made.ino]
+
+
+async def test_what_was_rolled_back_is_given_up_with_the_store(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.lose()
+    with pytest.raises(HoldsTheOnly):
+        await remove_node(world.kv, NODE, force=False)
+    assert await remove_node(world.kv, NODE, force=True) == [made.ino]
+    assert (await world.record()).settled
