@@ -54,6 +54,7 @@ from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
 from ckptfs.fs.names import NameOperations
+from ckptfs.fs.node_session import NodeSession
 from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
@@ -190,7 +191,7 @@ class Node:
         namespace = Namespace(kv, store.store_id, incarnation, time.time_ns)
         settings = await self._until_it_works(lambda: namespace.format_if_empty(cluster.settings))
         store.join(settings.cluster, CATALOG)
-        await self._until_it_works(lambda: begin_session(kv, store.node, store.store_id, incarnation))
+        await self._until_it_works(NodeSession(kv, store, incarnation).begin)
         marks = SetBackMark(store.store_id, store.uses)
         database = MountDatabase(store.mount_db, was_set_back=marks.was_set_back())
         database.forget_handles()
