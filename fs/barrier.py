@@ -3,10 +3,19 @@
 A replica lags by the way of an event. What a transaction compares is found out by that; a stat of a known name may be as old. But
 who opens a file or a directory, and whoever would be told that something isn't there, or is there already, is answered by what
 every node has committed before the question.
+
+A lookup may be as old, too; the open that follows it names the inode only. Where the name leads elsewhere by then, that open
+would be of a file that was moved away (and would empty it, with O_TRUNC): so the name is read again behind the barrier, and the
+kernel told to look it up again (ESTALE, which the program doesn't see).
 """
 
+from collections import OrderedDict
+
+from ckptfs.cache.catalog_format import DirectoryEntry, entry_key, unpack
 from ckptfs.cache.catalog_kv import KeyValue
-from ckptfs.cache.errors import HeldElsewhere, NamespaceError, NoSuchAttribute
+from ckptfs.cache.errors import HeldElsewhere, NameMoved, NamespaceError, NoSuchAttribute
+from ckptfs.cache.ids import InodeNumber
+from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Answer, Handler
 
@@ -25,10 +34,65 @@ NEVER_ASK = frozenset(
     }
 )
 
+REMEMBERED_MAX = 16_384
+
+
+class NamesLookedUp:
+    """By which name each inode was looked up last: the newest `REMEMBERED_MAX`."""
+
+    def __init__(self, kv: KeyValue) -> None:
+        self._kv = kv
+        self._keys: OrderedDict[InodeNumber, bytes] = OrderedDict()
+
+    def note(self, directory: InodeNumber, name: bytes, ino: InodeNumber) -> None:
+        self._keys[ino] = entry_key(directory, name)
+        self._keys.move_to_end(ino)
+        if len(self._keys) > REMEMBERED_MAX:
+            self._keys.popitem(last=False)
+
+    async def require(self, ino: InodeNumber) -> None:
+        """Raises `NameMoved`, once, if that name leads elsewhere by now."""
+        if (key := self._keys.get(ino)) is None:
+            return
+        entry = await self._kv.get(key)
+        if entry is None or unpack(DirectoryEntry, entry.value).ino != ino:
+            self._keys.pop(ino, None)  # whoever opens it without a name (/proc/self/fd) gets it at the second try
+            raise NameMoved(f"inode {ino} was moved away or replaced since its name was looked up")
+
 
 def behind_barrier(handlers: dict[int, Handler], kv: KeyValue) -> dict[int, Handler]:
     """The same handlers, which catch up with the catalog where they have to. A refusal had no effect: it is asked again."""
-    return {opcode: _guarded(handler, kv, opcode in ASK_FIRST, opcode in NEVER_ASK) for opcode, handler in handlers.items()}
+    guarded = {opcode: _guarded(handler, kv, opcode in ASK_FIRST, opcode in NEVER_ASK) for opcode, handler in handlers.items()}
+    names = NamesLookedUp(kv)
+    if Opcode.LOOKUP in guarded:
+        guarded[Opcode.LOOKUP] = _noting(guarded[Opcode.LOOKUP], names)
+    if Opcode.OPEN in guarded:
+        guarded[Opcode.OPEN] = _requiring(handlers[Opcode.OPEN], kv, names)
+    return guarded
+
+
+def _noting(handler: Handler, names: NamesLookedUp) -> Handler:
+    """A lookup, whose answer is remembered."""
+
+    async def noted(header: RequestHeader, body: memoryview) -> Answer | None:
+        name = bytes(body[:-1])
+        answer = await handler(header, body)
+        if answer:
+            names.note(InodeNumber(header.nodeid), name, InodeNumber(fuse.ENTRY_OUT.unpack_from(answer)[0]))
+        return answer
+
+    return noted
+
+
+def _requiring(handler: Handler, kv: KeyValue, names: NamesLookedUp) -> Handler:
+    """An open of what was looked up."""
+
+    async def open_what_was_named(header: RequestHeader, body: memoryview) -> Answer | None:
+        await kv.catch_up()
+        await names.require(InodeNumber(header.nodeid))
+        return await handler(header, body)
+
+    return open_what_was_named
 
 
 def _guarded(handler: Handler, kv: KeyValue, asks_first: bool, never_asks: bool) -> Handler:

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from ckptfs.cache.catalog_format import FORMAT_VERSION, DirectoryEntry, entry_key, pack
+from ckptfs.cache.catalog_kv import Delete, Put
 from ckptfs.cache.catalog_memory import MemoryCatalog
-from ckptfs.cache.errors import HeldElsewhere, NameExists, NoSuchAttribute, NoSuchName
+from ckptfs.cache.errors import HeldElsewhere, NameExists, NameMoved, NoSuchAttribute, NoSuchName
+from ckptfs.cache.ids import InodeNumber
+from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.barrier import behind_barrier
-from ckptfs.fs.fuse_format import Opcode
+from ckptfs.fs.fuse_format import Opcode, RequestHeader
 
 
 class Lagging(MemoryCatalog):
@@ -26,20 +30,24 @@ def answering(kv: Lagging, until: int, error: Exception) -> Any:
     async def handle(header: Any, body: Any) -> bytes:
         if kv.caught_up < until:
             raise error
-        return b"%d" % kv.caught_up
+        return (b"%d" % kv.caught_up).ljust(fuse.ENTRY_OUT.size, b"\0")
 
     return handle
+
+
+def header(opcode: Opcode, nodeid: int = 1) -> RequestHeader:
+    return RequestHeader(0, opcode, 2, nodeid, 0, 0, 1, 0, 0)
 
 
 async def ask(opcode: Opcode, until: int, error: Exception) -> tuple[bytes, int]:
     kv = Lagging()
     handlers = behind_barrier({opcode: answering(kv, until, error)}, kv)
     try:
-        answer = await handlers[opcode](None, memoryview(b""))  # type: ignore[arg-type]
+        answer = await handlers[opcode](header(opcode), memoryview(b"name\0"))
     except type(error):
         return b"refused", kv.caught_up
     assert answer is not None
-    return bytes(answer), kv.caught_up
+    return bytes(answer).rstrip(b"\0"), kv.caught_up
 
 
 @pytest.mark.parametrize("opcode", [Opcode.OPEN, Opcode.OPENDIR])
@@ -64,3 +72,28 @@ async def test_other_answers_need_none(error: Exception) -> None:
 @pytest.mark.parametrize("opcode", [Opcode.READ, Opcode.WRITE, Opcode.FLUSH, Opcode.RELEASE])
 async def test_bytes_never_wait_for_the_catalog(opcode: Opcode) -> None:
     assert await ask(opcode, 1, NoSuchName()) == (b"refused", 0)
+
+
+async def test_an_open_is_of_what_the_name_leads_to_behind_the_barrier() -> None:
+    """The name was looked up in a replica that lagged, when another node had moved the file away already: with O_TRUNC the open
+    would have emptied it under its new name."""
+    kv = Lagging()
+    before, after, ino = entry_key(InodeNumber(1), b"latest"), entry_key(InodeNumber(1), b"previous"), InodeNumber(5)
+    entry = pack(DirectoryEntry(FORMAT_VERSION, ino, 0o100000))
+    await kv.transact([], [Put(before, entry)])
+
+    async def look_up(header: RequestHeader, body: memoryview) -> bytes:
+        return ino.to_bytes(8, "little").ljust(fuse.ENTRY_OUT.size, b"\0")
+
+    async def open_(header: RequestHeader, body: memoryview) -> bytes:
+        return b"opened"
+
+    handlers = behind_barrier({Opcode.LOOKUP: look_up, Opcode.OPEN: open_}, kv)
+    await handlers[Opcode.LOOKUP](header(Opcode.LOOKUP), memoryview(b"latest\0"))
+    assert await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b"")) == b"opened"
+    await kv.transact([], [Delete(before), Put(after, entry)])
+    with pytest.raises(NameMoved):
+        await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b""))
+    assert await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b"")) == b"opened"  # by /proc/self/fd
+    await handlers[Opcode.LOOKUP](header(Opcode.LOOKUP), memoryview(b"previous\0"))
+    assert await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b"")) == b"opened"
