@@ -57,8 +57,8 @@ def grown(before: bytes, content: bytes) -> Shows:
 
 @dataclass
 class Saved:
-    """One state of a name, as its program was told. `home` wrote it; `is_safe`: it survives a power cut there; `is_protected`:
-    also the loss of that machine."""
+    """One state of a name, as its program was told. `home` has its bytes, None if it may be any machine; `is_safe`: it survives a
+    power cut there; `is_protected`: also the loss of that machine."""
 
     shows: Shows
     home: int | None = None
@@ -101,7 +101,7 @@ class Known:
 
     def power_was_cut(self, machine: int) -> None:
         """What its home had not synced may be gone."""
-        while len(self.history) > 1 and self.newest.home == machine and not self.newest.is_safe:
+        while len(self.history) > 1 and self.newest.home in (machine, None) and not self.newest.is_safe:
             lost = self.history.pop()
             self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
         self.changes += 1
@@ -202,20 +202,29 @@ class Clients:
                     raise
         return None
 
-    async def _create_or_truncate(self, node: Node, name: str) -> int:
+    async def _create_or_truncate(self, node: Node, name: str) -> tuple[int, int | None]:
+        """The handle, and the file's home, if it is known: of one that was there it may be another node."""
         fh = await self._open(node, name, os.O_WRONLY | os.O_TRUNC)
         if fh is not None:
-            return fh
+            return fh, None
         body = fuse.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o100644, 0, 0) + name.encode() + b"\0"
         answer = await node.ask(Opcode.CREATE, ROOT, body)
-        return int(fuse.OPEN_OUT.unpack(answer[-fuse.OPEN_OUT.size :])[0])
+        return int(fuse.OPEN_OUT.unpack(answer[-fuse.OPEN_OUT.size :])[0]), node.machine.number
 
     async def _local(self, node: Node, opcode: int, body: bytes) -> bytes:
         """A call that must not wait for anybody (R13)."""
         mount, began, boot = node.mount, world.seconds(), node.machine.thawed
+        handle = None if mount is None else mount.open_files.handle(int.from_bytes(body[:8], "little"))
+        is_home = handle is not None and handle.file.is_home
         answer: bytes = await node.ask(opcode, 0, body)
         took = world.seconds() - began
-        if took > LOCAL_SECONDS_MAX and node.mount is mount and boot is None and not node.machine.was_frozen_since(began):
+        if (
+            took > LOCAL_SECONDS_MAX
+            and is_home
+            and node.mount is mount
+            and boot is None
+            and not node.machine.was_frozen_since(began)
+        ):
             self.cluster.problem(f"{Opcode(opcode).name} on {node.machine.name} took {took:.3f} s")
         return answer
 
@@ -228,7 +237,7 @@ class Clients:
 
     async def _release(self, node: Node, fh: int) -> None:
         """close(2) doesn't wait for this request, but for FLUSH before it."""
-        await self._local(node, Opcode.FLUSH, bytes(24))
+        await self._local(node, Opcode.FLUSH, fh.to_bytes(8, "little") + bytes(16))
         await node.ask(Opcode.RELEASE, 0, fuse.RELEASE_IN.pack(fh, 0, 0, 0))
 
     async def _write_and_close(self, node: Node, fh: int, data: bytes, at: int = 0) -> bool:
@@ -252,7 +261,7 @@ class Clients:
         known, content = self.known[name], self._content()
         boot = node.machine.boot
         try:
-            fh = await self._create_or_truncate(node, name)
+            fh, home = await self._create_or_truncate(node, name)
         except OSError as error:
             self._note(node, f"save {name} not opened: {errno.errorcode.get(error.errno or 0)}")
             if error.errno not in OPEN_ERRORS:
@@ -266,7 +275,7 @@ class Clients:
             known.doubted(part_of(content), Shows(None))
             return False
         if node.machine.boot == boot:
-            known.settled(Saved(Shows(content), node.machine.number, synced))
+            known.settled(Saved(Shows(content), home, synced))
         self._note(node, f"saved {name} size={len(content)} synced={synced}")
         return True
 
@@ -308,7 +317,7 @@ class Clients:
             # An append in place: what was there before is in the same file, and a power cut may take what is new.
             safe = known.newest.is_safe
             known.history[-1] = Saved(grown(before, whole), known.newest.home, safe)
-            known.settled(Saved(Shows(whole), node.machine.number, synced))
+            known.settled(Saved(Shows(whole), None, synced))
         self._note(node, f"appended {name} size={len(whole)} synced={synced}")
 
     async def _unlink(self, node: Node, name: str) -> None:
@@ -353,16 +362,6 @@ class Clients:
             target.history[-2:-1] = [*target.history[-2:-1], *before[:-1]]
         known.settled(Saved(Shows(None), None, True, True))
         self._note(node, f"renamed {name} {other}")
-        await self._seen_everywhere()
-
-    async def _seen_everywhere(self) -> None:
-        """A name that was moved away a moment ago may still lead to its file on a node whose watch lags, also for an open."""
-        revision = self.cluster.etcd.revision
-        while any(
-            node.mount is not None and node.mount.replica is not None and node.mount.replica._revision < revision
-            for node in self.cluster.nodes
-        ):
-            await trio.sleep(0.1)
 
     # ---- readers
 
