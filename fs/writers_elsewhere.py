@@ -14,6 +14,7 @@ any more: a new mount process there goes on with its handles in a second or two.
 import errno
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 60.0
 LOOK_SECONDS = 5.0
+OVER_MAX = 4096
+"""More than come, from one node, while a process is frozen: a call is waited for half a minute at most."""
 _CHANGE_BYTES = (Call.WRITE, Call.TRUNCATE, Call.ALLOCATE)
 
 
@@ -55,11 +58,12 @@ class _Guest:
 
 @dataclass(slots=True)
 class _Connection:
-    """What is known of one of them. `heard_at`: trio's clock."""
+    """What is known of one of them. `heard_at`: trio's clock. `over`: the calls whose programs have an answer, or an error."""
 
     heard_at: float
     guests: dict[int, _Guest] = field(default_factory=dict)
     under_way: dict[int, trio.Event] = field(default_factory=dict)
+    over: deque[int] = field(default_factory=lambda: deque(maxlen=OVER_MAX))
 
 
 class WritersElsewhere:
@@ -119,7 +123,13 @@ class WritersElsewhere:
         connection = self._connection(name)
         connection.heard_at = trio.current_time()
         for number in call.answered:
+            if (under_way := connection.under_way.get(number)) is not None:
+                await under_way.wait()
             self._noted.answered(WriteName(*name, number))
+            connection.over.append(number)
+        if call.unique in connection.over:
+            # Its program got an error long ago, and has written since: this process, or an agent, was frozen meanwhile.
+            return HomeAnswer(errno.EIO, 0, "the call comes too late")
         write = WriteName(*name, call.unique)
         while (under_way := connection.under_way.get(call.unique)) is not None:
             await under_way.wait()

@@ -255,6 +255,21 @@ async def test_the_same_call_at_the_same_time_is_carried_out_once(pair: tuple[An
     assert sorted((await here.read(own)).splitlines()) == [b"line", b"line", b"same"]
 
 
+async def test_a_call_that_was_given_up_is_not_carried_out_late(start_node: StartNode) -> None:
+    """It was under way to a frozen process; its program got EIO, and wrote again."""
+    here, there = await start_node("a"), await start_node("b")
+    ino, own = await here.create(b"file")
+    store = there.store.store_id
+    await here.writers.call(store, HomeCall(Call.OPEN, 1, 1001, ino, 1001, flags=os.O_WRONLY), b"")
+    second = HomeCall(Call.WRITE, 1, 1005, ino, 1001, answered=[1003])
+    assert (await here.writers.call(store, second, b"second")).errno == 0
+    late = HomeCall(Call.WRITE, 1, 1003, ino, 1001)
+    assert (await here.writers.call(store, late, b"first!")).errno == errno.EIO
+    truncating = HomeCall(Call.OPEN, 1, 1003, ino, 1003, flags=os.O_WRONLY | os.O_TRUNC)
+    assert (await here.writers.call(store, truncating, b"")).errno == errno.EIO
+    assert await here.read(own) == b"second"
+
+
 @pytest.mark.parametrize("who", ["home", "writer", "both"])
 async def test_handles_live_on_when_a_mount_process_is_killed(pair: tuple[Any, Any], start_node: StartNode, who: str) -> None:
     here, there = pair
