@@ -249,7 +249,13 @@ class Walker:
         )
 
     def _sendfile(self, number: int) -> tuple[str, Call]:
-        other = self.random.choice([slot for slot in range(SLOTS) if self.sides[1].slots[slot] is not None])
+        """From another file: within one, bytes may be sent on that were sent just before, or not, where both ranges overlap."""
+        plain = self.sides[1]
+        opened = [slot for slot in range(SLOTS) if plain.slots[slot] is not None]
+        others = [slot for slot in opened if not os.path.sameopenfile(_of(plain, slot), _of(plain, number))]
+        if not others:
+            return self._sync(number)
+        other = self.random.choice(others)
         count, offset = self._length(), self.random.choice((None, self._offset()))
         return (
             f"sendfile({number}, {other}, {offset}, {count})",
