@@ -194,8 +194,8 @@ class Tree:
             if file.writing is not None and not file.synced:
                 file.writing = None
                 file.own = file.before is not None
-                if file.before is None:
-                    del self.names[name]
+            if file.writing is None and file.before is None:
+                del self.names[name]
 
 
 class Promises:
