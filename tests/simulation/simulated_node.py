@@ -81,7 +81,7 @@ RESTART_SECONDS = 0.5
 
 
 def session_for(label: str) -> str | None:
-    """The session that the catalogs of mount and agent belong to."""
+    """The session that the catalog of the mount belongs to; an agent leads with its own."""
     return label
 
 
@@ -558,7 +558,7 @@ class AgentLife:
     async def run(self, ready: trio.Event) -> None:
         node, cluster, store = self.node, self.node.cluster, self.node.store
         label = session_label(store.store_id, self.incarnation)
-        kv = EtcdCatalog(SimulatedGateway(cluster.etcd), CATALOG, session=session_for(label))
+        kv = EtcdCatalog(SimulatedGateway(cluster.etcd), CATALOG, session=label)
         settings = await Namespace(kv, store.store_id, self.incarnation, time.time_ns).settings()
         teller = MountTeller(cast(LocalClient, LocalSocket(lambda: node.mount.server if node.mount is not None else None)))
         waiting = MountDatabaseReader(store.mount_db)
