@@ -24,7 +24,7 @@ from ckptfs.cache import boot
 from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
 from ckptfs.cache.catalog_replica import ReplicatedCatalog
-from ckptfs.cache.errors import CacheError, CatalogUnavailable, SessionEnded
+from ckptfs.cache.errors import CacheError, CatalogUnavailable, SessionEnded, StoreError
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
@@ -34,7 +34,7 @@ from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import begin_session, session_label
+from ckptfs.cache.store_registry import session_label
 from ckptfs.cache.versions import Versions
 from ckptfs.fs.agent import Agent, AgentSettings
 from ckptfs.fs.agent_process import MountTeller
@@ -207,7 +207,7 @@ class Node:
         while True:
             try:
                 return await call()
-            except CatalogUnavailable:
+            except (CatalogUnavailable, StoreError):
                 await trio.sleep(RESTART_SECONDS)
 
     async def _keep_session(self, kv: EtcdCatalog, store: StoreDirectory, incarnation: int) -> None:
@@ -216,11 +216,7 @@ class Node:
                 await kv.keep_session()
             except SessionEnded:
                 self.cluster.note(f"{self.machine.name} its session ended")
-            try:
-                await kv.begin_session()
-                await begin_session(kv, store.node, store.store_id, incarnation)
-            except CatalogUnavailable:
-                await trio.sleep(0.1)
+            await self._until_it_works(NodeSession(kv, store, incarnation).begin)
 
     async def _keep_running(
         self,
