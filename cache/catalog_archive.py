@@ -30,8 +30,8 @@ Trailer, the last 40 bytes::
 An archive is valid if and only if header and trailer hash right, every zero above is zero, the records are in order and as many
 as the trailer says, and the file ends with the trailer. It is read to its end before anything of it is believed.
 
-Left out are keys that mean nothing in another catalog: those bound to sessions, answers to requests of a connection (`l/`, `h/`,
-`o/`), how far this engine's history was cut, and whether it is being filled. Readers refuse other format versions.
+Left out are keys that mean nothing in another catalog: those bound to sessions (`l/`, `h/`, `r/`), answers to requests of a
+connection (`o/`), how far this engine's history was cut, and whether it is being filled. Readers refuse other format versions.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
-from ckptfs.cache.catalog_format import FILLING_KEY, HOLD_PREFIX, SESSION_PREFIX
+from ckptfs.cache.catalog_format import FILLING_KEY, HOLD_PREFIX, REPLICA_PREFIX, SESSION_PREFIX
 from ckptfs.cache.checksum import cell_hash
 from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.ids import ID_SIZE
@@ -59,7 +59,7 @@ _END = struct.Struct("<8xQ")
 _MAGIC = b"ckptcatl"
 _END_MAGIC = b"ckptcend"
 _HASH_SIZE = 16
-_LEFT_OUT = (SESSION_PREFIX, HOLD_PREFIX, b"o/", b"c/compact", FILLING_KEY)
+_LEFT_OUT = (SESSION_PREFIX, HOLD_PREFIX, REPLICA_PREFIX, b"o/", b"c/compact", FILLING_KEY)
 
 Record = tuple[bytes, bytes]
 """Key and value."""

@@ -427,15 +427,23 @@ class EtcdCatalog:
                 found[-1][1].append(Event(revision, record.key[len(self._prefix) :], value))
         return found
 
-    async def compact(self, revision: int) -> None:
-        """Cut the history at the revision: watches that have seen less must begin anew. Says so in the catalog first (R19)."""
+    async def compacted(self) -> int:
+        """The revision after which the history begins; 0 if it was never cut."""
+        cut = await self.get(COMPACTED_KEY)
+        return 0 if cut is None else int(cut.value) + await self._based()
+
+    async def compact(self, revision: int, compares: Sequence[Compare] = ()) -> bool:
+        """Cut the history at the revision: watches that have seen less must begin anew. Says so in the catalog first (R19), and
+        does nothing if a compare fails there, which is False."""
         revision -= await self._based()
-        await self.transact([], [Put(COMPACTED_KEY, b"%d" % revision)])
+        if not (await self.transact(compares, [Put(COMPACTED_KEY, b"%d" % revision)])).succeeded:
+            return False
         try:
             await self._gateway.call("/v3/kv/compaction", {"revision": revision}, Nothing)
         except EtcdRefused as refused:
             if "compacted" not in str(refused):
                 raise
+        return True
 
     async def aclose(self) -> None:
         """Release what the handle holds; ends running watches."""

@@ -11,6 +11,7 @@ Keys (bytes; `<dir>` and `<ino>` are 16 lower-case hex digits, so that numeric o
     s/<store>          Store              permanent
     l/<node>           Session            bound to the node's session
     j/<node>           32 bytes           SHA-256 of the token with which one new store of the node may join
+    r/<store>          bytes              how far the store's replica of the catalog has come, decimal ASCII, bound to its session
     h/<segment>/<store>  empty            programs on that store's node have another store's segment open
     o/<node>/<unique>  CarriedOut         a request whose change is made and whose answer the kernel may not have yet; <unique> is
                                           its number on the FUSE connection, 16 hex digits
@@ -405,6 +406,10 @@ def store_key(store: StoreId) -> bytes:
     return b"s/" + store.hex().encode()
 
 
+def replica_key(store: StoreId) -> bytes:
+    return REPLICA_PREFIX + store.hex().encode()
+
+
 def hold_prefix(segment: SegmentId) -> bytes:
     return b"h/%b/" % segment.hex().encode()
 
@@ -462,3 +467,4 @@ VERSION_PREFIX = b"v/"
 STORE_PREFIX = b"s/"
 SESSION_PREFIX = b"l/"
 HOLD_PREFIX = b"h/"
+REPLICA_PREFIX = b"r/"

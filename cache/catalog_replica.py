@@ -108,6 +108,11 @@ class ReplicatedCatalog:
         meta = dict(self._connection.execute("SELECT name, value FROM meta"))
         return int(meta["revision"]) if meta["catalog"] == self._origin.name else 0
 
+    @property
+    def position(self) -> int:
+        """The revision that is read here now."""
+        return self._revision
+
     # Reading
 
     async def get(self, key: bytes) -> Entry | None:

@@ -287,6 +287,7 @@ class Agent:
             nursery.start_soon(self._watch_members)
             nursery.start_soon(self.store_watch.run)
             nursery.start_soon(self._keep_house)
+            nursery.start_soon(self._cut_history)
             nursery.start_soon(self._keep_reserve_free)
             nursery.start_soon(self._settle_when_hurried)
             nursery.start_soon(self.raiser.run)
@@ -432,6 +433,21 @@ class Agent:
                 self.leadership.lose()
                 log.warning("members_not_refreshed error=%s", error)
             await trio.sleep(MEMBERS_SECONDS)
+
+    async def _cut_history(self) -> None:
+        """Where the catalog is on etcd, and while this agent leads."""
+        if isinstance(self.kv, SqliteCatalog):
+            return
+        from ckptfs.cache.catalog_etcd import EtcdCatalog
+        from ckptfs.cache.catalog_history import NOTE_SECONDS, cut_history
+
+        while isinstance(self.kv, EtcdCatalog):
+            await trio.sleep(NOTE_SECONDS)
+            try:
+                if self.leadership.is_held:
+                    await cut_history(self.kv, [self.leadership.compare()])
+            except CacheError as error:
+                log.warning("history_not_cut error=%s", error)
 
     async def _keep_house(self) -> None:
         """Remove local copies of versions that are gone, and partial shards nobody goes on with."""

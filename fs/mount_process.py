@@ -161,7 +161,11 @@ class MountProcess:
                 await self._run(stack)
                 return
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._replica.run)
+                from ckptfs.cache.catalog_history import note_progress
+
+                replica = self._replica
+                await nursery.start(replica.run)
+                nursery.start_soon(note_progress, replica, self._store.store_id, lambda: replica.position)
                 await self._run(stack)
                 nursery.cancel_scope.cancel()
 
