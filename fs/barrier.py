@@ -37,26 +37,38 @@ NEVER_ASK = frozenset(
 REMEMBERED_MAX = 16_384
 
 
+NAMES_MAX = 8
+"""Of one inode; one with more that are opened at a time loses the oldest."""
+
+
 class NamesLookedUp:
-    """By which name each inode was looked up last: the newest `REMEMBERED_MAX`."""
+    """By which names each inode was looked up: of the newest `REMEMBERED_MAX`. All of its names, for an open does not say which
+    of them it is of."""
 
     def __init__(self, kv: KeyValue) -> None:
         self._kv = kv
-        self._keys: OrderedDict[InodeNumber, bytes] = OrderedDict()
+        self._keys: OrderedDict[InodeNumber, tuple[bytes, ...]] = OrderedDict()
 
     def note(self, directory: InodeNumber, name: bytes, ino: InodeNumber) -> None:
-        self._keys[ino] = entry_key(directory, name)
+        key = entry_key(directory, name)
+        known = self._keys.get(ino, ())
+        self._keys[ino] = (*(other for other in known if other != key), key)[-NAMES_MAX:] if known else (key,)
         self._keys.move_to_end(ino)
         if len(self._keys) > REMEMBERED_MAX:
             self._keys.popitem(last=False)
 
-    async def require(self, ino: InodeNumber) -> None:
-        """Raises `NameMoved`, once, if that name leads elsewhere by now."""
-        if (key := self._keys.get(ino)) is None:
-            return
-        entry = await self._kv.get(key)
-        if entry is None or unpack(DirectoryEntry, entry.value).ino != ino:
-            self._keys.pop(ino, None)  # whoever opens it without a name (/proc/self/fd) gets it at the second try
+    def names_of(self, ino: InodeNumber) -> tuple[bytes, ...]:
+        """The keys of those names."""
+        return self._keys.get(ino, ())
+
+    async def require(self, ino: InodeNumber, keys: tuple[bytes, ...]) -> None:
+        """Raises `NameMoved` if one of these names leads elsewhere by now. Whoever opens it by a name it still has, or without
+        one (/proc/self/fd), is not told so again."""
+        entries = await self._kv.get_many(keys) if keys else []
+        left = {entry.key for entry in entries if entry is not None and unpack(DirectoryEntry, entry.value).ino == ino}
+        if gone := set(keys) - left:
+            if ino in self._keys:
+                self._keys[ino] = tuple(key for key in self._keys[ino] if key not in gone)
             raise NameMoved(f"inode {ino} was moved away or replaced since its name was looked up")
 
 
@@ -88,8 +100,10 @@ def _requiring(handler: Handler, kv: KeyValue, names: NamesLookedUp) -> Handler:
     """An open of what was looked up."""
 
     async def open_what_was_named(header: RequestHeader, body: memoryview) -> Answer | None:
+        ino = InodeNumber(header.nodeid)
+        keys = names.names_of(ino)  # of all the opens that wait for the barrier together, any may be by the name that moved
         await kv.catch_up()
-        await names.require(InodeNumber(header.nodeid))
+        await names.require(ino, keys)
         return await handler(header, body)
 
     return open_what_was_named

@@ -4,6 +4,8 @@ import errno
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, DirectoryEntry, entry_key, pack
 from ckptfs.cache.catalog_kv import Delete, Put
@@ -19,9 +21,12 @@ class Lagging(MemoryCatalog):
     """Counts its barriers."""
 
     caught_up = 0
+    open_gate: trio.Event | None = None
 
     async def catch_up(self) -> None:
         self.caught_up += 1
+        if self.open_gate is not None:
+            await self.open_gate.wait()
 
 
 def answering(kv: Lagging, until: int, error: Exception) -> Any:
@@ -97,3 +102,40 @@ async def test_an_open_is_of_what_the_name_leads_to_behind_the_barrier() -> None
     assert await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b"")) == b"opened"  # by /proc/self/fd
     await handlers[Opcode.LOOKUP](header(Opcode.LOOKUP), memoryview(b"previous\0"))
     assert await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b"")) == b"opened"
+
+
+async def test_nobody_opens_a_moved_file_by_the_name_it_had_because_another_knows_its_new_one() -> None:
+    """An open names the inode alone: of those that wait for the barrier together each may be by the name that moved."""
+    kv = Lagging()
+    before, after, ino = entry_key(InodeNumber(1), b"latest"), entry_key(InodeNumber(1), b"previous"), InodeNumber(5)
+    entry = pack(DirectoryEntry(FORMAT_VERSION, ino, 0o100000))
+
+    async def look_up(header: RequestHeader, body: memoryview) -> bytes:
+        return ino.to_bytes(8, "little").ljust(fuse.ENTRY_OUT.size, b"\0")
+
+    async def open_(header: RequestHeader, body: memoryview) -> bytes:
+        return b"opened"
+
+    handlers = behind_barrier({Opcode.LOOKUP: look_up, Opcode.OPEN: open_}, kv)
+    outcomes: list[str] = []
+
+    async def open_once() -> None:
+        try:
+            await handlers[Opcode.OPEN](header(Opcode.OPEN, ino), memoryview(b""))
+            outcomes.append("opened")
+        except NameMoved:
+            outcomes.append("moved")
+
+    await kv.transact([], [Put(after, entry)])
+    for name in (b"latest", b"previous"):
+        await handlers[Opcode.LOOKUP](header(Opcode.LOOKUP), memoryview(name + b"\0"))
+    kv.open_gate = trio.Event()
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(open_once)
+        await trio.testing.wait_all_tasks_blocked()
+        kv.open_gate.set()
+    assert outcomes == ["moved"] * 3
+    assert await kv.get(before) is None
+    await open_once()
+    assert outcomes[-1] == "opened"

@@ -19,7 +19,7 @@ from ckptfs.replication.local_copies import CopyPlace
 
 StartNode = Callable[..., Awaitable[Any]]
 HOLDERS = [StoreId(bytes([number]) * 16) for number in range(1, 7)]
-CONTENT = os.urandom(200_000)
+CONTENT = b"c" + os.urandom(200_000)
 
 
 async def _current(node: Any, ino: int) -> tuple[Vid, Version]:
