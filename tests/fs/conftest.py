@@ -29,7 +29,7 @@ from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import session_label
+from ckptfs.cache.store_registry import begin_session, session_label
 from ckptfs.cache.versions import Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.agent import Agent, AgentSettings
@@ -443,6 +443,8 @@ async def start_agent(nursery: trio.Nursery) -> AsyncIterator[StartAgent]:
             session = session_label(node.store.store_id, 1)
             kv = SqliteCatalog.open(node.catalog, writer_label=f"{node.store.node}/agent", session=session)
             stack.push_async_callback(kv.aclose)
+            stack.callback(os.close, node.store.acquire())  # the session lasts as long as the lock is held
+            await begin_session(kv, node.store.node, node.store.store_id, 1)
             waiting = MountDatabaseReader(node.store.mount_db)
             stack.callback(waiting.close)
 
