@@ -364,6 +364,11 @@ class MountDatabase:
         self._facts[name] = value
         self._owe("INSERT OR REPLACE INTO fact VALUES(?, ?)", [(name, value)])
 
+    def forget_fact(self, name: str) -> None:
+        """As if it had never been set."""
+        self._facts.pop(name, None)
+        self._owe("DELETE FROM fact WHERE name = ?", [(name,)])
+
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
         """Set the file's row, and add the handle, in one transaction; on a full drive, as soon as there is room."""
         if handle is None:

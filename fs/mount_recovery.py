@@ -126,7 +126,10 @@ class MountRecovery:
             for correct in self._corrections:
                 correct()
         self._database.set_fact(BOOT_FACT, this_boot)
-        self._database.set_fact(AGREED_FACT, b"%d" % revision)
+        if power_was_cut:  # a row may have got further than the catalog did: the sweep begins with all of them
+            self._database.forget_fact(AGREED_FACT)
+        else:
+            self._database.set_fact(AGREED_FACT, b"%d" % revision)
         self._note_boot(this_boot)
         self._set_back.begin()
         if self._refusal.was_unmounted():

@@ -191,7 +191,9 @@ class Node:
         await self.down()
         self.mount_db.close()
         await self.kv.aclose()
-        os.close(self.lock)
+        if self.lock >= 0:
+            os.close(self.lock)
+        self.lock = -1
 
     @property
     def running(self) -> Agent:
