@@ -21,14 +21,18 @@ async def commit_batched(
 ) -> Done[Item]:
     """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one.
 
-    Records grow with each step: on a drive that is full they wait. Raises `CatalogFull` then, and what `commit` raises.
+    Records grow with each step: on a drive that is full they wait, all but those that end another version, whose segment makes
+    room. Raises `CatalogFull` if that leaves none, and what `commit` raises.
     """
-    require_room(kv)
     done: Done[Item] = []
     batch = _Batch[Item]()
+    is_short, wait = kv.is_short_of_room(), False
     for item in items:
         planned = await planner(item)
         if planned is None:
+            continue
+        if is_short and not planned[1]:
+            wait = True
             continue
         if not batch.fits(planned[0]):
             done += await _commit_batch(kv, batch, careful_planner)
@@ -38,7 +42,10 @@ async def commit_batched(
             if planned is None:
                 continue
         batch.add(item, *planned)
-    return done + await _commit_batch(kv, batch, careful_planner)
+    done += await _commit_batch(kv, batch, careful_planner)
+    if wait and not done:
+        require_room(kv)
+    return done
 
 
 async def _commit_batch(kv: KeyValue, batch: "_Batch[Item]", careful_planner: Planner[Item]) -> Done[Item]:
