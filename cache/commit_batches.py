@@ -26,13 +26,10 @@ async def commit_batched(
     """
     done: Done[Item] = []
     batch = _Batch[Item]()
-    is_short, wait = kv.is_short_of_room(), False
+    is_short = kv.is_short_of_room()
     for item in items:
         planned = await planner(item)
-        if planned is None:
-            continue
-        if is_short and not planned[1]:
-            wait = True
+        if planned is None or (is_short and not planned[1]):
             continue
         if not batch.fits(planned[0]):
             done += await _commit_batch(kv, batch, careful_planner)
@@ -43,7 +40,7 @@ async def commit_batched(
                 continue
         batch.add(item, *planned)
     done += await _commit_batch(kv, batch, careful_planner)
-    if wait and not done:
+    if is_short and not done:
         require_room(kv)
     return done
 

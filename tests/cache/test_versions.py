@@ -21,7 +21,7 @@ from ckptfs.cache.catalog_format import (
     version_key,
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, TransactionResult
-from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted, StoreError
+from ckptfs.cache.errors import CatalogFull, ContentMoved, DamagedData, HeldElsewhere, NoSuchName, NotPermitted, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, SegmentId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.version_states import TRANSITIONS, version_step
@@ -778,3 +778,15 @@ async def test_what_is_not_protected_keeps_its_segment(world: World) -> None:
     with pytest.raises(ValueError, match="no segment"):
         await world.mine.replace_segment(made.vid, version.segment, NO_SEGMENT)
     assert await world.mine.version(made.vid) == version
+
+
+async def test_on_a_full_drive_what_makes_room_is_not_put_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was emptied: its old content goes only when the new one is local."""
+    emptied, new = await world.make_local(b"emptied"), await world.make(b"new")
+    opened = await world.mine.open_for_writing(emptied.ino, truncate_to_new_segment=new_segment_id())
+    monkeypatch.setattr(world.kv, "is_short_of_room", lambda: True)
+    committed = await world.mine.commit_local([local(new.ino, new.vid), local(emptied.ino, opened.vid, 0)])
+    assert committed.vids == {opened.vid}
+    assert [vid for vid, _ in committed.freed] == [emptied.vid]
+    with pytest.raises(CatalogFull):
+        await world.mine.commit_local([local(new.ino, new.vid)])
