@@ -78,7 +78,7 @@ class Exposed(NamedTuple):
 
 
 def leaving_stores(members: list[Member]) -> frozenset[StoreId]:
-    """The stores that no shard is to stay on. A parameter of the rebuilder, as who decides on it is another part."""
+    """The stores that no shard is to stay on."""
     return frozenset(member.store for member in members if member.state is not StoreState.IN)
 
 
