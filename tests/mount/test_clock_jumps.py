@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptfs.fs.cli_flush import wait_until
-from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.local_socket import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
@@ -108,6 +108,10 @@ def year_of() -> int:
     return int(subprocess.run(["date", "+%Y"], capture_output=True, text=True, check=True).stdout)
 
 
+def status_of(node: ClusterNode) -> dict[str, Any]:
+    return call(node.store / "run" / "mount.sock", {"do": "status"})
+
+
 @pytest.mark.parametrize("years", [20, -20])
 def test_a_clock_that_is_set_loses_and_delays_nothing(start_cluster: Any, set_clock: SetClock, years: int) -> None:
     cluster: LocalCluster = start_cluster(3, data_shards=2, parity_shards=1, settle_seconds=0.1)
@@ -129,9 +133,9 @@ def test_a_clock_that_is_set_loses_and_delays_nothing(start_cluster: Any, set_cl
         assert node.processes.pids()["mount"] != killed
         (home / "unsynced").rename(home / "directory" / "moved")
     protect(home)
-    status = call(node.store / "run" / "mount.sock", {"do": "status"})
-    assert status["problems"] == []
-    assert status["oldest_unprotected_seconds"] is None
+    # The catalog says so first, the mount is told a moment later.
+    wait_for(lambda: status_of(node)["oldest_unprotected_seconds"] is None, "nothing that is unprotected")
+    assert status_of(node)["problems"] == []
     cluster.kill(0)
     assert (other.mountpoint / "open").read_bytes() == CONTENT * 3
     cluster.revive(0)
