@@ -66,6 +66,8 @@ def test_a_protected_file_outlives_its_writer_and_one_more_node(start_cluster: A
         "files": 2,
         "damaged": [],
         "away": [],
+        "lost": [],
+        "rolled_back": [],
         "problems": [],
     }
     assert _json("verify", first / "run")["ok"]
