@@ -270,8 +270,8 @@ class MountRecovery:
         version = None if vid is None else await self._versions.version(vid)
         if vid is None or version is None or version.segment != row.segment:
             return row, known
-        # Nobody was given a handle to write with: these still are its times. Where it is gone, or the drive takes no writes, it has
-        # what it has.
+        # Nobody was given a handle to write with: these still are its times. Where it is gone, or the drive takes no writes,
+        # it has what it has.
         with contextlib.suppress(OSError):
             os.utime(self._segments.path_of(row.segment), ns=(inode.atime_ns, inode.mtime_ns))
         row = row._replace(vid=vid, state=FileState.OPEN)
