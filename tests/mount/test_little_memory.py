@@ -96,7 +96,7 @@ def group() -> Iterator[MemoryGroup]:
     """Its processes end with it."""
     made = made_group()
     if made is None:
-        pytest.skip("this machine allows no cgroup with a memory limit inside that of the tests")
+        pytest.skip("no cgroup with a memory limit can be made inside this one")
     yield made
     procs = made.path / "cgroup.procs"
     deadline = time.monotonic() + 20
