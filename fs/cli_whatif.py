@@ -99,7 +99,7 @@ def _resume(run: str, checkpoints: list[Checkpoint], facts: dict[int, Fact]) -> 
     problems = {one.path: one.problem or _being_written(one, facts) for one in checkpoints}
     complete = [one for one in checkpoints if not problems[one.path]]
     surviving = [one for one in complete if all(facts.get(file.ino, {}).get("outcome") == "survives" for file in one.files)]
-    newest, resumes = (complete or [None])[0], (surviving or [None])[0]  # type: ignore[list-item]
+    newest, resumes = next(iter(complete), None), next(iter(surviving), None)
     lost = [] if newest is None else [file.path for file in newest.files if facts.get(file.ino, {}).get("outcome") != "survives"]
     return {
         "run": run,

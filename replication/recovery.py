@@ -16,6 +16,7 @@ Everything is built in memory, by the same functions that a node changes a catal
 
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -268,9 +269,9 @@ class _Recovery:
         found = self._segments.get((version.home, version.segment))
         if found is None and version.home in self._given and version.state is VersionState.PROTECTED:
             return msgspec.structs.replace(version, segment=NO_SEGMENT, damaged=False)
-        is_right = inode is not None and inode.cur == vid and found is not None
-        if is_right and (found.size, found.mtime_ns) == (version.size, inode.mtime_ns):  # type: ignore[union-attr]
-            return version
+        if found is not None and inode is not None and inode.cur == vid:
+            if (found.size, found.mtime_ns) == (version.size, inode.mtime_ns):
+                return version
         self._report.segments_unproved += 1
         return msgspec.structs.replace(version, damaged=True)
 
@@ -385,7 +386,7 @@ class _Recovery:
         # The newest of those with one name gets it.
         for found in sorted(later, key=lambda found: (found.path_hint, -found.revision, found.vid)):
             holder = next(iter(found.holders.values())).store
-            namespace = Namespace(self._catalog, holder, 0, self._now_ns, make_vid=lambda vid=found.vid: vid)  # type: ignore[misc]
+            namespace = Namespace(self._catalog, holder, 0, self._now_ns, make_vid=partial(Vid, found.vid))
             hint = found.path_hint or b"unnamed-%d" % found.ino
             created, path = await self._make_file(namespace, hint, found.revision, NO_SEGMENT)
             versions = Versions(self._catalog, holder, 0, self._now_ns)
