@@ -269,9 +269,9 @@ class _Recovery:
         found = self._segments.get((version.home, version.segment))
         if found is None and version.home in self._given and version.state is VersionState.PROTECTED:
             return msgspec.structs.replace(version, segment=NO_SEGMENT, damaged=False)
-        if found is not None and inode is not None and inode.cur == vid:
-            if (found.size, found.mtime_ns) == (version.size, inode.mtime_ns):
-                return version
+        there = None if found is None else (vid, found.size, found.mtime_ns)
+        if there is not None and inode is not None and there == (inode.cur, version.size, inode.mtime_ns):
+            return version
         self._report.segments_unproved += 1
         return msgspec.structs.replace(version, damaged=True)
 
