@@ -40,6 +40,8 @@ SPIN_SECONDS = 0.00006
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
 BACKGROUND_MAX = 64
+SMALL_REQUEST_SIZE = 4096
+"""Has a buffer of its own: dozens of reads may wait for bytes from elsewhere, and each would hold a MiB."""
 BUSY_SECONDS = 0.01
 READ_AHEAD_MAX = 64 << 20
 """The kernel takes the smaller of this and what is set for the mount (`fuse_device.set_read_ahead`)."""
@@ -248,7 +250,11 @@ class FuseSession:
         """One request and the buffer it is in, or None when there is none now."""
         buffer = self._buffers.pop() if self._buffers else bytearray(fuse.BUFFER_SIZE)
         try:
-            return buffer, os.readv(self._device, [buffer])
+            length = os.readv(self._device, [buffer])
+            if length <= SMALL_REQUEST_SIZE:
+                self._buffers.append(buffer)
+                return buffer[:length], length
+            return buffer, length
         except OSError as error:
             self._buffers.append(buffer)
             if error.errno in (errno.EAGAIN, errno.EINTR, errno.ENOENT):
@@ -295,7 +301,7 @@ class FuseSession:
                 self._errors.note(header, error, number)
             message = fuse.error_reply(kernel_unique, number), b""
         finally:
-            if len(self._buffers) < 4:
+            if len(buffer) == fuse.BUFFER_SIZE and len(self._buffers) < 4:
                 self._buffers.append(buffer)
         self._answer(message)
         self._on_answered(header.unique)

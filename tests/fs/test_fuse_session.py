@@ -435,3 +435,25 @@ async def test_a_session_that_ends_cancels_what_waits(serve: Serve) -> None:
 def test_a_descriptor_that_select_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="select"):
         FuseSession(1024, {}, allow_passthrough=False, negotiated=None, on_negotiated=lambda agreed: None)
+
+
+async def test_requests_that_wait_hold_no_more_than_they_are_long(serve: Serve) -> None:
+    """Dozens of reads wait for bytes from elsewhere at once: each held the MiB it was received into."""
+    sizes: dict[int, int] = {}
+    go_on = trio.Event()
+
+    async def wait(header: RequestHeader, body: memoryview) -> bytes:
+        sizes[header.unique] = memoryview(body.obj).nbytes
+        await go_on.wait()
+        return bytes(body)
+
+    async with serve({Opcode.READ: wait, Opcode.WRITE: wait}) as (kernel, _):
+        for unique in range(2, 22, 2):
+            kernel.send(Opcode.READ, unique, b"%d" % unique)
+        kernel.send(Opcode.WRITE, 100, bytes(100_000))
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        go_on.set()
+        answers = dict([(await kernel.receive())[1:] for _ in range(11)])
+    assert answers == {unique: b"%d" % unique for unique in range(2, 22, 2)} | {100: bytes(100_000)}
+    assert sizes.pop(100) == fuse.BUFFER_SIZE
+    assert max(sizes.values()) < 100

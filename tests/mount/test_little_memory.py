@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 CONTENT = random.Random(1).randbytes(32 * MIB)
-MEMORY_BYTES = 220 * MIB
-OWN_BYTES_MAX = 200 * MIB
+MEMORY_BYTES = 130 * MIB
+OWN_BYTES_MAX = 150 * MIB
 """Of the three processes of a node, without what the page cache has for them."""
 
 
