@@ -304,13 +304,13 @@ class Stream:
 def listing(top: Path, chance: random.Random) -> int:
     """Directory streams, one of them held all the time, that are read bit by bit, with steps back, while other names come and go:
     the names that stay are seen once each."""
-    staying = [f"stays-{number:04}" for number in range(400)]
+    staying = [f"stays-{number:04}" for number in range(1000)]
     for name in staying:
         (top / name).touch()
     turns = 0
     with contextlib.closing(Stream(top)) as held:
         beginning = held.tell()
-        while not _ended.is_set() or not turns:
+        while not _ended.is_set():
             turns += 1
             held.seek(beginning)
             assert sorted(_staying_names(held, top, chance)) == staying

@@ -15,7 +15,7 @@ from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import NodeNotAnswering, call
 from ckptfs.fs.status import nodes_status, places_of_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 OURS = random.Random(1).randbytes(8 * MIB)
@@ -23,7 +23,7 @@ THEIRS = random.Random(2).randbytes(8 * MIB)
 LITTLE = b"little" * 100
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: did not come about in time"
