@@ -563,8 +563,8 @@ class AgentRequests:
 
 
 def _scrub(statistics: ScrubStatistics) -> Message:
-    """Its state, with `progress`, and seconds in place of moments."""
-    state = msgspec.structs.asdict(statistics.state)
+    """Its state, with `progress` in place of how far it has come."""
+    state: Message = msgspec.to_builtins(statistics.state)
     state.pop("after")
     return {**state, "progress": statistics.progress}
 

@@ -44,25 +44,26 @@ SHARE_OF_PERIOD = 0.5
 """A pass is to take half the period at most, so that a store that is off for days still keeps it."""
 
 
-class ScrubState(msgspec.Struct):
-    """What is noted. `after` is the last version looked at in the pass that began at `began_ns` (wall time), 0: none has.
-    `checked`, `wrong`, `missing`, `made_again`, `not_made_again` count shards of this pass,
-    `last_*` those of the last that was finished."""
+class ScrubCounts(msgspec.Struct):
+    """Shards that one pass looked at, and what became of those that were not right."""
 
-    began_ns: int = 0
-    after: bytes = b""
     checked: int = 0
     wrong: int = 0
     missing: int = 0
     made_again: int = 0
     not_made_again: int = 0
+
+
+class ScrubState(msgspec.Struct):
+    """What is noted. `after` is the last version looked at in the pass that began at `began_ns` (wall time), 0: none has.
+    `counts` are of that pass, `last` of the one that was finished at `last_ended_ns`."""
+
+    began_ns: int = 0
+    after: bytes = b""
+    counts: ScrubCounts = msgspec.field(default_factory=ScrubCounts)
     problem: str = ""
     last_ended_ns: int = 0
-    last_checked: int = 0
-    last_wrong: int = 0
-    last_missing: int = 0
-    last_made_again: int = 0
-    last_not_made_again: int = 0
+    last: ScrubCounts = msgspec.field(default_factory=ScrubCounts)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Scrub:
     def statistics(self) -> ScrubStatistics:
         state = self._state
         progress = int.from_bytes(state.after[:8].ljust(8, b"\0"), "big") / 2**64 if state.began_ns else None
-        return ScrubStatistics(msgspec.structs.replace(state), progress)
+        return ScrubStatistics(msgspec.structs.replace(state, counts=msgspec.structs.replace(state.counts)), progress)
 
     async def run(self) -> None:
         async with self._one_at_a_time:
@@ -142,16 +143,7 @@ class Scrub:
 
     async def _pass_over(self) -> None:
         if not self._state.began_ns:
-            old = self._state
-            self._state = ScrubState(
-                began_ns=self._now_ns(),
-                last_ended_ns=old.last_ended_ns,
-                last_checked=old.last_checked,
-                last_wrong=old.last_wrong,
-                last_missing=old.last_missing,
-                last_made_again=old.last_made_again,
-                last_not_made_again=old.last_not_made_again,
-            )
+            self._state = ScrubState(began_ns=self._now_ns(), last_ended_ns=self._state.last_ended_ns, last=self._state.last)
         state, own = self._state, self._members.own_store
         pace = Pace(await self._rate())
         key = VERSION_PREFIX + state.after.hex().encode() if state.after else b""
@@ -163,20 +155,13 @@ class Scrub:
                 key, state.after = entry.key, vid_of_key(entry.key)
                 if trio.current_time() - self._noted_at >= NOTED_SECONDS:
                     await self._note()
-        self._state = ScrubState(
-            last_ended_ns=self._now_ns(),
-            last_checked=state.checked,
-            last_wrong=state.wrong,
-            last_missing=state.missing,
-            last_made_again=state.made_again,
-            last_not_made_again=state.not_made_again,
-            problem=state.problem,
-        )
+        self._state = ScrubState(last_ended_ns=self._now_ns(), last=state.counts, problem=state.problem)
         await self._note()
-        log = logger.warning if state.wrong or state.missing else logger.info
+        counts = state.counts
+        log = logger.warning if counts.wrong or counts.missing else logger.info
         log(
             "scrubbed checked=%d wrong=%d missing=%d made_again=%d not_made_again=%d",
-            state.checked, state.wrong, state.missing, state.made_again, state.not_made_again,
+            counts.checked, counts.wrong, counts.missing, counts.made_again, counts.not_made_again,
         )  # fmt: skip
 
     async def _rate(self) -> float:
@@ -198,7 +183,7 @@ class Scrub:
             return
         for index, shard in enumerate(version.shards):
             if shard.store == self._members.own_store:
-                self._state.checked += 1
+                self._state.counts.checked += 1
                 problem = await self._problem(vid, version, index, pace)
                 if problem is not None:
                     await self._make_again(vid, version, index, problem)
@@ -233,8 +218,8 @@ class Scrub:
     async def _make_again(self, vid: Vid, version: Version, index: int, problem: ReplicationError) -> None:
         state = self._state
         is_missing = isinstance(problem, ShardNotFound)
-        state.missing += is_missing
-        state.wrong += not is_missing
+        state.counts.missing += is_missing
+        state.counts.wrong += not is_missing
         logger.warning("scrub-found vid=%s index=%d ino=%d: %s", vid.hex(), index, version.ino, problem)
         try:
             await self._members.refresh()
@@ -245,11 +230,11 @@ class Scrub:
         except (ReplicationError, OSError) as error:
             why = str(error)
         if why:
-            state.not_made_again += 1
+            state.counts.not_made_again += 1
             state.problem = f"shard {index} of inode {version.ino}: {problem}; it could not be made again: {why}"
             logger.error("scrub-not-made-again vid=%s index=%d error=%s", vid.hex(), index, why)
         else:
-            state.made_again += 1
+            state.counts.made_again += 1
 
     # ---- what is remembered
 
@@ -273,7 +258,7 @@ class Scrub:
 
 def scrub_problems(state: ScrubState) -> list[str]:
     """For an operator: what scrubbing found and could not make right."""
-    count = state.not_made_again or state.last_not_made_again
+    count = state.counts.not_made_again or state.last.not_made_again
     if not count:
         return []
     return [

@@ -46,16 +46,16 @@ async def test_wrong_and_missing_shards_are_made_again(cluster: Any) -> None:
         await node.running.scrub.pass_over()
     assert [path.read_bytes() for path in paths] == before
     states = [node.running.scrub.statistics().state for node in cluster.nodes]
-    assert sum(state.last_checked for state in states) == 6 + 3
-    assert sum(state.last_wrong for state in states) == 3
-    assert sum(state.last_missing for state in states) == 1
-    assert sum(state.last_made_again for state in states) == 4
-    assert {state.last_not_made_again for state in states} == {0}
+    assert sum(state.last.checked for state in states) == 6 + 3
+    assert sum(state.last.wrong for state in states) == 3
+    assert sum(state.last.missing for state in states) == 1
+    assert sum(state.last.made_again for state in states) == 4
+    assert {state.last.not_made_again for state in states} == {0}
     answer = await cluster[2].ask("verify", inos=[saved.ino, small.ino], deep=True)
     assert {file["result"] for file in answer["files"]} == {"ok"}
     for node in cluster.nodes:
         await node.running.scrub.pass_over()
-        assert node.running.scrub.statistics().state.last_wrong == 0
+        assert node.running.scrub.statistics().state.last.wrong == 0
 
 
 async def test_a_restart_goes_on_where_it_was(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +88,13 @@ async def test_a_restart_goes_on_where_it_was(cluster: Any, monkeypatch: pytest.
     await node.up()
     await node.running.scrub.pass_over()
     state = node.running.scrub.statistics().state
-    assert (state.last_checked, state.last_wrong) == (6 + 0, 0), (
+    assert (state.last.checked, state.last.wrong) == (6 + 0, 0), (
         "the one that was cut off is looked at again, those before it not"
     )
     assert node.running.index.fact(FACT) is not None
     assert node.running.scrub._wait_seconds() <= 7 * 86400
     await node.running.scrub.pass_over()
-    assert node.running.scrub.statistics().state.last_made_again == 1
+    assert node.running.scrub.statistics().state.last.made_again == 1
     assert last.vid > first.vid
 
 
@@ -108,7 +108,7 @@ async def test_what_can_not_be_made_again_is_said(cluster: Any) -> None:
     scrubbed = holders[0][0]
     await scrubbed.running.scrub.pass_over()
     answer = await scrubbed.ask("status")
-    assert answer["scrub"]["last_not_made_again"] == 1
+    assert answer["scrub"]["last"]["not_made_again"] == 1
     assert "could not be made again" in "".join(answer["problems"])
 
 
