@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.local_socket import call
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
@@ -69,13 +69,6 @@ time_t time(time_t *now)
     return exact.tv_sec;
 }
 """
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: did not come about in time"
-        time.sleep(0.02)
 
 
 def protect(*paths: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
@@ -20,13 +21,6 @@ CONTENT = random.Random(1).randbytes(32 * MIB)
 MEMORY_BYTES = 130 * MIB
 OWN_BYTES_MAX = 150 * MIB
 """Of the three processes of a node, without what the page cache has for them."""
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: did not come about in time"
-        time.sleep(0.02)
 
 
 def protect(*paths: Path) -> None:

@@ -7,8 +7,6 @@ import os
 import random
 import resource
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,12 @@ import pytest
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 CONTENT = random.Random(1).randbytes(8 * MIB)
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: did not come about in time"
-        time.sleep(0.02)
 
 
 def mount_status(node: ClusterNode) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 import os
 import random
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import NodeNotAnswering, call
 from ckptfs.fs.status import nodes_status, places_of_cluster
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
@@ -21,13 +20,6 @@ MIB = 1 << 20
 OURS = random.Random(1).randbytes(8 * MIB)
 THEIRS = random.Random(2).randbytes(8 * MIB)
 LITTLE = b"little" * 100
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: did not come about in time"
-        time.sleep(0.02)
 
 
 def answers(node: ClusterNode, process: str) -> bool:

@@ -21,6 +21,7 @@ from ckptfs.fs.config import load_config
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.local_socket import call
 from ckptfs.fs.status import path_standing
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
 
@@ -41,13 +42,6 @@ def declare_lost(node: ClusterNode) -> None:
         await kv.aclose()
 
     trio.run(declare)
-
-
-def wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 40
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def agent(node: ClusterNode, do: str, **fields: Any) -> dict[str, Any]:
@@ -79,7 +73,7 @@ def test_one_node_after_the_other_goes_and_every_byte_stays(cluster: LocalCluste
     # A node is lost: its shards are made again.
     cluster.kill(3)
     declare_lost(nodes[3])
-    wait_for(lambda: path_standing(run_directory).state == "protected", "the shards of the lost node were not made again")
+    wait_for(lambda: path_standing(run_directory).state == "protected", "the shards of the lost node made again", 40)
     assert run(["verify", str(run_directory), "--json"]) == 0
     capsys.readouterr()
 
