@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -336,7 +336,7 @@ class MountLife:
         self.incarnation = incarnation
         self._to_repeat: set[int] = set()
         self.server: LocalServer | None = None
-        self._opened: list[Callable[[], object]] = []
+        self._opened = ExitStack()
         self._all_repeated = trio.Event()
         self.replica: ReplicatedCatalog | None = None
 
@@ -344,13 +344,13 @@ class MountLife:
         node, cluster, incarnation = self.node, self.node.cluster, self.incarnation
         store = node.store
         self._marks = marks = SetBackMark(store.store_id, store.uses)
-        self._opened.append(marks.close)
+        self._opened.callback(marks.close)
         self.database = database = MountDatabase(store.mount_db, was_set_back=marks.was_set_back())
-        self._opened.append(database.close)
+        self._opened.callback(database.close)
         label = session_label(store.store_id, incarnation)
         origin = EtcdCatalog(SimulatedGateway(cluster.etcd), CATALOG, session=session_for(label))
         kv = self.replica = ReplicatedCatalog(origin, store.replica_db)
-        self._opened.append(lambda: kv._connection.close())
+        self._opened.callback(lambda: kv._connection.close())
         async with trio.open_nursery() as nursery:
             self.nursery = nursery
             await nursery.start(kv.run)
@@ -368,7 +368,7 @@ class MountLife:
         self._agent = agent
         remote = RemoteContent(agent)
         self.open_files = open_files = OpenFiles(database, segments, None, on_use=self._marks.count)
-        self._opened.append(self._close_descriptors)
+        self._opened.callback(self._close_descriptors)
         reclaimer = Reclaimer(kv, segments, RemoteReaders(kv, self._live_stores))
         holds = SegmentHolds(kv, store.store_id)
         elsewhere = RemoteFiles(open_files, remote, holds)
@@ -439,9 +439,7 @@ class MountLife:
 
     def close(self) -> None:
         """What the end of the process closes."""
-        for close in reversed(self._opened):
-            close()
-        self._opened.clear()
+        self._opened.close()
 
     def _close_descriptors(self) -> None:
         for file in self.open_files:
@@ -549,7 +547,7 @@ class AgentLife:
         self.life = life
         self.incarnation = incarnation
         self.server: LocalServer | None = None
-        self._opened: list[Callable[[], object]] = []
+        self._opened = ExitStack()
 
     async def run(self, ready: trio.Event) -> None:
         node, cluster, store = self.node, self.node.cluster, self.node.store
@@ -558,7 +556,7 @@ class AgentLife:
         settings = await Namespace(kv, store.store_id, self.incarnation, time.time_ns).settings()
         teller = MountTeller(cast(LocalClient, LocalSocket(lambda: node.mount.server if node.mount is not None else None)))
         waiting = MountDatabaseReader(store.mount_db)
-        self._opened.append(waiting.close)
+        self._opened.callback(waiting.close)
         agent = self.agent = Agent(
             store,
             kv,
@@ -587,7 +585,7 @@ class AgentLife:
             answer_call=teller.call,
         )
         agent.sweep._unnamed_seconds = UNNAMED_SECONDS
-        self._opened.append(agent._opened.close)
+        self._opened.callback(agent._opened.close)
         async with trio.open_nursery() as nursery, AsyncExitStack():
             await nursery.start(agent.run)
             self.server = LocalServer(self.life, nursery, AgentRequests(agent).answer)
@@ -598,6 +596,4 @@ class AgentLife:
 
     def close(self) -> None:
         """What the end of the process closes."""
-        for close in reversed(self._opened):
-            close()
-        self._opened.clear()
+        self._opened.close()
