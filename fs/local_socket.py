@@ -28,6 +28,10 @@ class NodeNotAnswering(Exception):
     """Nobody serves the socket, or it broke off in the middle of an answer."""
 
 
+class NobodyThere(NodeNotAnswering):
+    """The process is not there, or went before it answered: one that is started in its place may be asked the same."""
+
+
 @contextlib.contextmanager
 def _short_path(path: Path) -> Iterator[str]:
     """A path to the same socket that fits into the 108 bytes of `sockaddr_un`, whatever the length of its directory."""
@@ -66,12 +70,14 @@ def call(path: Path, request: Message, *, timeout_seconds: float = 60.0) -> Mess
             with connection.makefile("rb") as stream:
                 head = stream.read(LENGTH.size)
                 if len(head) < LENGTH.size:
-                    raise NodeNotAnswering(f"{path} closed the connection without an answer")
+                    raise NobodyThere(f"{path} closed the connection without an answer")
                 length = _checked_length(head)
                 answer = stream.read(length)
                 if len(answer) < length:
-                    raise NodeNotAnswering(f"{path} broke off in the middle of an answer")
+                    raise NobodyThere(f"{path} broke off in the middle of an answer")
                 return _decode(answer)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise NobodyThere(f"{path}: {error.strerror or error}") from None
     except OSError as error:
         raise NodeNotAnswering(f"{path}: {error.strerror or error}") from None
 

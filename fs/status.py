@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,12 +17,15 @@ from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
 from ckptfs.fs.config import ConfigurationError, load_config
 from ckptfs.fs.local_cluster import LocalCluster
-from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
+from ckptfs.fs.local_socket import Message, NobodyThere, NodeNotAnswering, call
 from ckptfs.fs.mount_table import Mounted, mount_of, mounts
 from ckptfs.fs.node_processes import NodeProcesses
 
 DEFAULT_CONFIG = Path("/etc/ckptfs/node.toml")
 ANSWER_SECONDS = 10.0
+RESTART_SECONDS = 10.0
+"""How long a process that its supervisor starts again is waited for: imports and recovery take a second, more on a busy machine."""
+RESTART_POLL_SECONDS = 0.05
 INODES_PER_REQUEST = 1000
 
 LADDER = ("lost", "damaged", "unreachable", "open", "local", "degraded", "protected", "tiered")
@@ -39,14 +43,25 @@ class Place:
     store: Path
     mountpoint: Path
 
-    def ask(self, socket: str, request: Message, *, timeout_seconds: float = ANSWER_SECONDS) -> Message:
-        """Ask the node's `mount` or `agent`. Raises `Unreachable`, also where the node answers that it can't."""
-        try:
-            answer = call(self.store / "run" / f"{socket}.sock", request, timeout_seconds=timeout_seconds)
-        except NodeNotAnswering as error:
-            raise Unreachable(
-                f"the {socket} process of {self.id} does not answer ({error}); `ckptfs status` shows its processes"
-            ) from None
+    def ask(
+        self, socket: str, request: Message, *, timeout_seconds: float = ANSWER_SECONDS, restart_seconds: float = RESTART_SECONDS
+    ) -> Message:
+        """Ask the node's `mount` or `agent`, again where it is just being started anew: every request may be asked twice.
+
+        Raises `Unreachable`, also where the node answers that it can't.
+        """
+        path, deadline = self.store / "run" / f"{socket}.sock", time.monotonic() + restart_seconds
+        while True:
+            try:
+                answer = call(path, request, timeout_seconds=timeout_seconds)
+                break
+            except NodeNotAnswering as error:
+                is_restarting = isinstance(error, NobodyThere) and NodeProcesses(self.store).pids()["supervisor"] is not None
+                if not is_restarting or time.monotonic() >= deadline:
+                    raise Unreachable(
+                        f"the {socket} process of {self.id} does not answer ({error}); `ckptfs status` shows its processes"
+                    ) from None
+            time.sleep(RESTART_POLL_SECONDS)
         if not answer.get("ok", True):
             reason = answer.get("message") or answer.get("error") or "no reason given"
             raise Unreachable(f"the {socket} process of {self.id} could not answer: {reason}")
@@ -344,7 +359,7 @@ def standing_of_files(place: Place, files: Iterable[tuple[int, str, int]]) -> li
 
 def _answer_or_none(place: Place, socket: str) -> Message | None:
     try:
-        answer = place.ask(socket, {"do": "status", "look": True}, timeout_seconds=5.0)
+        answer = place.ask(socket, {"do": "status", "look": True}, timeout_seconds=5.0, restart_seconds=0.0)
     except Unreachable:
         return None
     return {key: value for key, value in answer.items() if key != "ok"}

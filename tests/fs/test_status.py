@@ -1,14 +1,23 @@
 """The ladder, and what a directory of files adds up to."""
 
+import contextlib
 import errno
 import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
 from ckptfs.fs.cli_status import _path_text, _risk_text
+from ckptfs.fs.local_socket import LENGTH
+from ckptfs.fs.node_processes import started_at
 from ckptfs.fs.status import (
     LADDER,
     FileStanding,
@@ -170,3 +179,44 @@ def test_the_standing_line_is_about_the_node_whose_death_would_cost_most() -> No
     assert _risk_text(at_risk([standing("a", 0)])) == "if any one of these nodes died now, no closed file would be lost"
     assert "2 nodes are away" in _risk_text(at_risk([standing("a", 0, away=2)]))
     assert at_risk([])["node"] is None
+
+
+@pytest.fixture
+def restarting(tmp_path: Path) -> Iterator[Place]:
+    """A node whose mount process goes with the first request it was given, and answers the second one."""
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def serve(listener: socket.socket) -> None:
+        listener.accept()[0].close()
+        with contextlib.suppress(OSError):  # the end of the test
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            answer = msgspec.msgpack.encode({"ok": True, "asked": "again"})
+            connection.sendall(LENGTH.pack(len(answer)) + answer)
+            connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(run / "mount.sock"))
+        listener.listen()
+        server = threading.Thread(target=serve, args=(listener,), daemon=True)
+        server.start()
+        yield Place("node-0", tmp_path, tmp_path / "mnt")
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
+def test_a_process_that_is_started_again_is_asked_again(restarting: Place) -> None:
+    program = [sys.executable, "-c", "import sys; sys.stdin.read()", "ckptfs"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:
+        (restarting.store / "run" / "supervisor.pid").write_text(f"{supervisor.pid} {started_at(supervisor.pid)}\n")
+        assert restarting.ask("mount", {"do": "status"})["asked"] == "again"
+        (restarting.store / "run" / "mount.sock").unlink()
+        with pytest.raises(Unreachable, match="the mount process of node-0 does not answer"):
+            restarting.ask("mount", {"do": "status"}, restart_seconds=0.2)
+        supervisor.kill()
+
+
+def test_a_process_that_nobody_starts_again_is_not_waited_for(restarting: Place) -> None:
+    with pytest.raises(Unreachable, match="the mount process of node-0 does not answer"):
+        restarting.ask("mount", {"do": "status"}, restart_seconds=1000.0)
