@@ -24,7 +24,7 @@ from ckptfs.fs.node_processes import NodeProcesses
 DEFAULT_CONFIG = Path("/etc/ckptfs/node.toml")
 ANSWER_SECONDS = 10.0
 RESTART_SECONDS = 10.0
-"""How long a process that its supervisor starts again is waited for: imports and recovery take a second, more on a busy machine."""
+"""How long a process is waited for that its supervisor starts again: it takes a second, more on a busy machine."""
 RESTART_POLL_SECONDS = 0.05
 INODES_PER_REQUEST = 1000
 
