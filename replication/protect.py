@@ -153,6 +153,10 @@ class Protector:
 
     # ---- what the cluster can carry
 
+    def has_company(self, members: Sequence[Member]) -> bool:
+        """Whether there is a second failure domain to put anything in: without one no loss can be survived."""
+        return len({candidate.domain for candidate in candidates(members)}) > 1
+
     def shortfall(self, members: Sequence[Member]) -> tuple[int, int] | None:
         """The code (k, m) the live stores can carry, if it is less than what is asked for."""
         domains = {member.domain for member in members if member.state is StoreState.IN and member.live}

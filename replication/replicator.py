@@ -2,7 +2,7 @@
 
 What waits stands in `mount.db`, so nothing has to be remembered here: a restarted replicator finds all of it again, and
 the shards that holders have so far are gone on with. A version is tried again until it is protected or gone, at growing
-intervals; a change among the live stores ends the waiting.
+intervals; a change among the live stores ends the waiting. A node that is alone tries nothing: it looks for others.
 
 States of a waiting version, as this loop sees it: due -> in progress -> protected (told to the mount), gone (replaced or
 deleted; the mount knows), or failed (due again later).
@@ -40,6 +40,9 @@ PREFIXES_IN_PROGRESS_MAX = 1
 BATCHES_IN_PROGRESS_MAX = 2
 BATCH_SIZE_MAX = 2 << 20
 POLL_SECONDS = 5.0
+ALONE_SECONDS = 1.0
+"""How often a node that is alone looks for others. New files don't make it look: they cost its agent nothing."""
+
 RETRY_SECONDS_MIN = 0.25
 RETRY_SECONDS_MAX = 10.0
 DAMAGED_RETRY_SECONDS = 60.0
@@ -129,6 +132,7 @@ class Replicator:
         self._waiting: list[WaitingVersion] = []
         self._preferred: dict[InodeNumber, int] = {}
         self._live = frozenset[bytes]()
+        self._alone = False
         self._short_of = ""
         self._last_error = ""
         self._versions_protected = self._bytes_protected = 0
@@ -138,7 +142,8 @@ class Replicator:
         """Something may be waiting. `urgent`: somebody waits for it, so nothing is put off that isn't in trouble."""
         if urgent:
             self._not_again_before.clear()
-        self._wake.set()
+        if urgent or not self._alone:
+            self._wake.set()
 
     def prefer(self, inos: Sequence[InodeNumber]) -> None:
         """These files are protected first, in this order, until it is called again."""
@@ -202,11 +207,15 @@ class Replicator:
         self._waiting = [one for one in waiting if not one.is_prefix]
         self._forget_others(waiting)
         if not waiting:
+            self._alone = False  # the next file looks again
             return POLL_SECONDS
         if not await self._has_holders():
             return 1.0
         now = trio.current_time()
         pause_seconds = POLL_SECONDS
+        if self._alone:
+            waiting = [one for one in waiting if not one.size]  # what is empty is protected by the catalog
+            pause_seconds = ALONE_SECONDS
         batch: list[tuple[WaitingVersion, Version]] = []
         for one in waiting:
             if one.vid in self._striped or one.vid in self._batched or one.vid in self._to_tell:
@@ -251,6 +260,7 @@ class Replicator:
             self._live = live
             for trouble in self._trouble.values():
                 trouble.not_before_seconds = 0.0
+        self._alone = not self._protector.has_company(members)
         short = self._protector.shortfall(members)
         limits = self._protector.limits
         short_of = "" if short is None else f"{limits.data_shards}+{limits.parity_shards}: {short[0]}+{short[1]} at most now"

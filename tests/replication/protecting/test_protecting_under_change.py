@@ -13,6 +13,7 @@ from ckptfs.cache.catalog_format import StoreState, VersionState
 from ckptfs.cache.ids import ROOT_INODE
 from ckptfs.cache.namespace import RenameFlags
 from ckptfs.cache.store_registry import set_state
+from ckptfs.replication.replicator import ALONE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -267,15 +268,40 @@ async def test_one_node_protects_nothing_and_says_so(cluster: Any) -> None:
     node = cluster[0]
     saved = await node.save("a", os.urandom(SIZE))
     small = await node.save("b", b"x")
-    await until(lambda: node.running.replicator.statistics().attempts_failed >= 2)
+    empty = await node.save("c", b"")
+    await node.protected(empty)  # by the catalog
+    await until(lambda: node.running.replicator.statistics().waiting_count == 2)
     for one in (saved, small):
         assert (await node.version(one)).state is VersionState.LOCAL
     status = await node.ask("status")
     assert "1+0 at most" in status["short_of"]
-    assert "NotEnoughDomains" in status["last_error"]
-    assert status["waiting_count"] == 2
+    assert status["replicator"]["attempts_failed"] == 0
     (problem,) = status["problems"]
     assert problem.startswith("2 files wait for protection: 4+2 needs 6 failure domains, 1 is live")
+    await cluster.up(1)
+    for version in await node.protected(saved, small):
+        assert len(version.shards) == 2
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+async def test_a_node_alone_does_not_look_at_every_new_file(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = cluster[0]
+    await node.save("a", b"x")
+    await until(lambda: node.running.replicator.statistics().short_of != "")
+    looks = 0
+    waiting = node.waiting.waiting
+
+    def counted(limit: int) -> Any:
+        nonlocal looks
+        looks += 1
+        return waiting(limit)
+
+    monkeypatch.setattr(node.waiting, "waiting", counted)
+    began = trio.current_time()
+    for _ in range(100):
+        node.running.replicator.wake()
+        await trio.sleep(0.005)
+    assert looks <= 2 + (trio.current_time() - began) / ALONE_SECONDS
 
 
 @pytest.mark.parametrize(("cluster", "code"), [(2, (1, 1)), (3, (1, 2)), (5, (3, 2))], indirect=["cluster"])
