@@ -55,6 +55,7 @@ from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_cache import KernelCache
+from ckptfs.fs.kernel_use import KernelUse
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
@@ -268,7 +269,12 @@ class MountProcess:
         nameless = NamelessFiles(namespace, open_files, segments, self._database, view, settler, files.opened)
         names = NameOperations(namespace, view, content, files, nameless, removed, repeats, open_files.paths)
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path, self._space.withheld_bytes)
-        handlers = names.handlers() | files.handlers() | inodes.handlers()
+
+        async def entry(ino: InodeNumber) -> bytes:
+            return await view.entry(ino, await view.current(ino))
+
+        self._kernel_use = KernelUse(config.mountpoint, entry)
+        handlers = self._kernel_use.answering(names.handlers() | files.handlers() | inodes.handlers())
         self._descriptors = DescriptorRoom(open_files.file_count, lambda: settler.waiting_count, settler.hurry)
         stored = self._database.fact(NEGOTIATED_FACT)
         session = FuseSession(
@@ -401,7 +407,7 @@ class MountProcess:
         """What an earlier process left for requests that come again, once all of them have come."""
         await self._session.caught_up.wait()
         repeats.all_repeated()
-        await close_ghosts(self._open_files, let_go)
+        await close_ghosts(self._open_files, let_go, self._kernel_use.of)
 
     async def _end_on_signal(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM) as signals:

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs import mount_recovery
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
+from ckptfs.fs.kernel_use import Use
 from ckptfs.fs.open_files import Lane
 from ckptfs.fs.segment_sweep import SegmentSweep
 
@@ -34,6 +35,10 @@ async def _killed(start_node: StartNode, node: Any, *, power_cut: bool = False) 
         node.database.set_fact(BOOT_FACT, b"another boot")
     node.kill()
     return await start_node()
+
+
+async def not_asked(inos: Sequence[InodeNumber]) -> dict[InodeNumber, Use]:
+    raise AssertionError(f"nothing of {inos} is served")
 
 
 def _sweep(node: Any) -> SegmentSweep:
@@ -439,13 +444,44 @@ async def test_a_handle_the_kernel_never_got_does_not_keep_its_file_open(
     node = await _killed(start_node, node)
     with open(node.segments.path_of(node.open_files.get(InodeNumber(ino)).segment), "ab"):  # a program that does have it open
         with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
-            await close_ghosts(node.open_files, node.files.let_go)
+            await close_ghosts(node.open_files, node.files.let_go, not_asked)
         assert len(node.open_files.restored()) == 1
     with trio.fail_after(60):
-        await close_ghosts(node.open_files, node.files.let_go)
+        await close_ghosts(node.open_files, node.files.let_go, not_asked)
     await node.settle()
     assert await node.state(ino) is VersionState.LOCAL
     assert await node.content(ino) == b"content"
+
+
+@pytest.mark.parametrize(("used", "removed"), [(Use.READING, False), (Use.NONE, True)])
+async def test_in_the_served_lane_the_kernel_is_asked_who_has_the_file(
+    start_node: StartNode, autojump_clock: trio.testing.MockClock, used: Use, removed: bool
+) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"file")
+    await node.write(fh, b"content")
+    if removed:
+        await node.unlink(b"file")
+    node = await _killed(start_node, node)
+    use: dict[InodeNumber, Use] = {}
+
+    async def ask(inos: Sequence[InodeNumber]) -> dict[InodeNumber, Use]:
+        assert inos == [ino]
+        return use
+
+    for answer in ({}, {InodeNumber(ino): Use.WRITING}):  # it can't be told; somebody can write
+        use = answer
+        with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
+            await close_ghosts(node.open_files, node.files.let_go, ask)
+        assert len(node.open_files.restored()) == 1
+    use = {InodeNumber(ino): used}
+    with trio.fail_after(60):
+        await close_ghosts(node.open_files, node.files.let_go, ask)
+    await node.settle()
+    assert len(node.open_files) == 0
+    assert node.segment_count() == (not removed)
+    if not removed:
+        assert await node.state(ino) is VersionState.LOCAL
 
 
 async def test_a_handle_for_reading_the_kernel_never_got_does_not_keep_a_removed_file(
@@ -460,10 +496,10 @@ async def test_a_handle_for_reading_the_kernel_never_got_does_not_keep_a_removed
     node = await _killed(start_node, node)
     with open(node.segments.path_of(node.open_files.get(InodeNumber(ino)).segment), "rb"):  # another program
         with trio.move_on_after(FIRST_LOOK_SECONDS + 1):
-            await close_ghosts(node.open_files, node.files.let_go)
+            await close_ghosts(node.open_files, node.files.let_go, not_asked)
         assert len(node.open_files.restored()) == 1
     with trio.fail_after(60):
-        await close_ghosts(node.open_files, node.files.let_go)
+        await close_ghosts(node.open_files, node.files.let_go, not_asked)
     await node.settle()
     assert (node.segment_count(), node.database.files(), len(node.open_files)) == (0, [], 0)
 

@@ -163,8 +163,7 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
     programs = [
         _program(kind, directory, SEED + number) for number, (kind, directory) in enumerate(zip(KINDS, directories, strict=True))
     ]
-    # In the served lane a file that a killed program was about to open may stay in use (`ghost_handles`).
-    victims = Victims(node.mountpoint / "victims", SEED) if passthrough == "auto" else None
+    victims = Victims(node.mountpoint / "victims", SEED)
     said: list[dict[str, Any]] = []
     try:
         _wait(lambda: all(directory.is_dir() for directory in directories))
@@ -181,8 +180,7 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
         if failure is not None:
             raise failure
     finally:
-        if victims is not None:
-            victims.end()
+        victims.end()
         for program in programs:
             program.kill()
             program.wait(30)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ckptfs.fs.fuse_format import Opcode
-from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
@@ -60,6 +60,27 @@ def _dying(self, message):
 FuseSession._handle, FuseSession._answer = _noting, _dying
 """
 
+HOLDING = """
+import trio as _trio
+
+_worked = FuseSession._work
+_is_held = True
+
+
+async def _holding(self):
+    global _is_held
+    hold = _Path(_os.environ["CKPTFS_TEST_WISH"]).with_name("hold")
+    while _is_held and hold.exists():
+        hold.with_name("held").touch()
+        await _trio.sleep(0.01)
+    _is_held = False
+    await _worked(self)
+
+
+FuseSession._work = _holding
+"""
+"""A process that is started while there is a file of that name reads no request, though the kernel has sent all again."""
+
 
 def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
@@ -76,14 +97,14 @@ class Wish:
         self.kills = 0
 
     @contextmanager
-    def dies(self, *opcodes: int) -> Iterator[None]:
-        """Inside it is killed before it answers one of these, `TIMES` times; on leaving, it was."""
+    def dies(self, *opcodes: int, times: int = TIMES) -> Iterator[None]:
+        """Inside it is killed before it answers one of these, so many times; on leaving, it was."""
         new = self.path.with_suffix(".new")
-        new.write_text(" ".join(map(str, [TIMES, *map(int, opcodes)])))
+        new.write_text(" ".join(map(str, [times, *map(int, opcodes)])))
         new.rename(self.path)
         yield
         _wait(lambda: not self.path.exists())
-        self.kills += TIMES
+        self.kills += times
 
     def dies_asked(self, *opcodes: int) -> contextlib.AbstractContextManager[None]:
         """As `dies`, for a request that changes nothing: in the long run only."""
@@ -210,18 +231,16 @@ def handles(at: Path, wish: Wish) -> None:
     assert os.listdir(at) == []
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("passthrough", "kind"), [("auto", names), ("auto", records), ("auto", handles), ("off", handles)])
-def test_every_request_is_answered_as_if_nobody_had_been_killed(
-    scratch: Path, make_release: Any, passthrough: str, kind: Callable[[Path, Wish], None]
-) -> None:
+@contextmanager
+def _dying_node(scratch: Path, make_release: Any, passthrough: str, **changed: str) -> Iterator[tuple[ClusterNode, Wish]]:
+    """A node of a release with that text added to modules of `fs/`, which is up."""
     cluster = LocalCluster(scratch / "cluster")
     cluster.prepare(1, ClusterSettings(settle_seconds=0.2, passthrough=passthrough))
     node = cluster.nodes[0]
     with open(node.config, "a") as config:  # the last section is [mount]
         config.write("attribute_timeout_seconds = 0\n")  # the kernel asks each time
     wish = Wish(scratch / "wish")
-    python = make_release(scratch / "release", "99.1", {"fs/fuse_session": DYING})
+    python = make_release(scratch / "release", "99.1", {f"fs/{module}": text for module, text in changed.items()})
     with open(node.log / "node.log", "ab") as log:
         process = subprocess.Popen(
             [python, "-P", "-m", "ckptfs.fs.cli", "node", "--config", str(node.config)],
@@ -234,16 +253,58 @@ def test_every_request_is_answered_as_if_nobody_had_been_killed(
         )
     try:
         _wait(node.answers)
-        directory = node.mountpoint / passthrough
-        directory.mkdir()
-        kind(directory, wish)
-        status = call(node.store / "run" / "mount.sock", {"do": "status"})
-        assert status["unexpected_errors"] == 0
-        call(node.store / "run" / "mount.sock", {"do": "settle"})
-        _wait(lambda: call(node.store / "run" / "mount.sock", {"do": "status"})["open_files"] == 0)
-        log_text = (node.log / "mount.log").read_text()
-        assert log_text.count("mount_ready") == wish.kills + 1
-        assert "Traceback" not in log_text
+        yield node, wish
     finally:
         process.terminate()
         process.wait(30)
+
+
+def _status(node: ClusterNode) -> dict[str, Any]:
+    return call(node.store / "run" / "mount.sock", {"do": "status"})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("passthrough", "kind"), [("auto", names), ("auto", records), ("auto", handles), ("off", handles)])
+def test_every_request_is_answered_as_if_nobody_had_been_killed(
+    scratch: Path, make_release: Any, passthrough: str, kind: Callable[[Path, Wish], None]
+) -> None:
+    with _dying_node(scratch, make_release, passthrough, fuse_session=DYING) as (node, wish):
+        directory = node.mountpoint / passthrough
+        directory.mkdir()
+        kind(directory, wish)
+        assert _status(node)["unexpected_errors"] == 0
+        call(node.store / "run" / "mount.sock", {"do": "settle"})
+        _wait(lambda: _status(node)["open_files"] == 0)
+        log_text = (node.log / "mount.log").read_text()
+        assert log_text.count("mount_ready") == wish.kills + 1
+        assert "Traceback" not in log_text
+
+
+def test_a_program_killed_with_the_mount_process_as_it_opens_files_leaves_none_open(scratch: Path, make_release: Any) -> None:
+    """In the served lane; killed when the kernel has sent the request again and the next process hasn't read it. Of three files
+    one keeps its name, one loses it, and one a living program has open too."""
+    changed = {"fuse_session": DYING + HOLDING, "ghost_handles": "FIRST_LOOK_SECONDS = LOOK_SECONDS = 0.5"}
+    with _dying_node(scratch, make_release, "off", **changed) as (node, wish), contextlib.ExitStack() as programs:
+        hold, held = wish.path.with_name("hold"), wish.path.with_name("held")
+        paths = [node.mountpoint / name for name in ("named", "removed", "used")]
+        for path in paths:
+            path.write_bytes(b"content")
+        used = programs.enter_context(open(paths[2], "ab"))
+        for path in paths:
+            hold.touch()
+            with wish.dies(Opcode.OPEN, times=1):
+                program = subprocess.Popen(["/bin/sh", "-c", 'exec 3<>"$0"; exec sleep 1000', path])
+            _wait(held.exists)
+            program.kill()
+            program.wait(30)
+            hold.unlink()
+            path.stat()  # all of it works now
+            held.unlink()
+        paths[1].unlink()
+        _wait(lambda: _status(node)["open_files"] == 2, seconds=60)  # the last ghost has company
+        assert used.write(b"more") == 4
+        used.close()
+        _wait(lambda: _status(node)["open_files"] == 0, seconds=60)
+        assert (node.log / "mount.log").read_text().count("ghost_handle_closed") == 3
+        assert os.listdir(node.mountpoint) == ["named", "used"]
+        assert (node.mountpoint / "used").read_bytes() == b"contentmore"

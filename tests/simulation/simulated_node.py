@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +50,7 @@ from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
+from ckptfs.fs.kernel_use import Use
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
@@ -493,7 +494,7 @@ class MountLife:
 
     async def _let_go_of_earlier(self, files: FileOperations) -> None:
         await self._all_repeated.wait()
-        await close_ghosts(self.open_files, files.let_go)
+        await close_ghosts(self.open_files, files.let_go, nothing_told)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """As `MountProcess.answer`."""
@@ -597,3 +598,8 @@ class AgentLife:
     def close(self) -> None:
         """What the end of the process closes."""
         self._opened.close()
+
+
+async def nothing_told(inos: Sequence[InodeNumber]) -> dict[InodeNumber, Use]:
+    """The simulated kernel passes everything through, and is not asked."""
+    return {}
