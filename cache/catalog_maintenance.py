@@ -137,7 +137,7 @@ class CatalogMaintenance:
         try:
             connection = connect(self._path)
             try:
-                self.checkpoints += checkpoint(connection, self._wal, keep_file=self._room.is_scarce())
+                self.checkpoints += checkpoint(connection, self._wal, keep_file=self._room.is_scarce)
                 self.hold_room_quietly()
                 self._make_slack(connection)
                 patient(self._path, lambda connection: transaction(connection, count_checkpoint), connection)
@@ -150,10 +150,11 @@ class CatalogMaintenance:
             log.warning("catalog_checkpoint_failed path=%s writer=%s error=%s", self._path, self._writer_label, error)
 
 
-def checkpoint(connection: sqlite3.Connection, wal: int, *, keep_file: bool) -> int:
+def checkpoint(connection: sqlite3.Connection, wal: int, *, keep_file: Callable[[], bool]) -> int:
     """Copy the write-ahead log into the database, and empty it if that shuts writers out for a moment only. 1 if it is empty.
 
-    With `keep_file` the log's file stays as long as it is and is written again from its beginning.
+    If `keep_file` says so in the end, the log's file stays as long as it is and is written again from its beginning: a drive can
+    become full while the log is copied, and what cutting the file gives back others may take.
 
     While one pass copies and syncs, writers append; after a few there is little left, unless they are busier than the drive. Then
     it waits for the next time, and only a log that has grown far too long is emptied at the writers' expense.
@@ -166,6 +167,6 @@ def checkpoint(connection: sqlite3.Connection, wal: int, *, keep_file: bool) -> 
         if os.fstat(wal).st_size < WAL_SIZE_BYTES_HARD:
             return 0
     connection.execute("PRAGMA busy_timeout=50")
-    (busy, _, _) = connection.execute(f"PRAGMA wal_checkpoint({'RESTART' if keep_file else 'TRUNCATE'})").fetchone()
+    (busy, _, _) = connection.execute(f"PRAGMA wal_checkpoint({'RESTART' if keep_file() else 'TRUNCATE'})").fetchone()
     connection.execute("PRAGMA busy_timeout=0")
     return 0 if busy else 1

@@ -321,7 +321,7 @@ class SqliteCatalog:
         connection = connect(self.path)
         deadline = time.monotonic() + BUSY_SECONDS_MAX
         try:
-            while not checkpoint(connection, self._wal, keep_file=True) and time.monotonic() < deadline:
+            while not checkpoint(connection, self._wal, keep_file=lambda: True) and time.monotonic() < deadline:
                 time.sleep(0.01)  # others are reading what is to be written over
         except sqlite3.Error as error:
             log.warning("catalog_log_not_begun_anew path=%s error=%s", self.path, error)

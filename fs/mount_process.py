@@ -337,6 +337,8 @@ class MountProcess:
             self._keep_free,
             self._prove,
         )
+        if self._new_connection:
+            await self._space.keep()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fence.run)
             nursery.start_soon(settler.run)

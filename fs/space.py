@@ -77,7 +77,7 @@ class CatalogRoom(Protocol):
 class Space:
     """The mount's view of its drives. `run` mends what was given up; a message in `shortage` says why new names are refused.
 
-    `all_started`: whether all of the node's processes have started. Until then the reserve is theirs."""
+    `all_started`: whether all of the node's processes have started. Until then what was given up is theirs."""
 
     def __init__(
         self,
@@ -156,7 +156,8 @@ class Space:
             await trio.sleep(MEND_SECONDS)
 
     async def keep(self) -> None:
-        """Once: look at the drives, and make whole what was given up, unless a process that starts may need it."""
+        """Once: look at the drives, and make whole what was given up, unless a process that starts may need it. Where the
+        reserve is whole none does: then the catalog has its room before programs can take the last blocks."""
         refusal = await trio.to_thread.run_sync(refuses_writes, self._store)
         if refusal and not self.refusal:
             log.error("store_takes_no_writes path=%s reason=%s", self._store, refusal)
@@ -166,7 +167,7 @@ class Space:
         elif self._mark.was_unmounted() is False:
             self._mark.clear()
         try:
-            if not refusal and await self._all_started():
+            if not refusal and (not self._reserve.lacking_bytes() or await self._all_started()):
                 await trio.to_thread.run_sync(self.mend)
             self.look()
         except OSError as error:

@@ -343,6 +343,28 @@ async def test_slack_is_free_pages_inside_and_is_made_again_when_half_of_it_is_u
     await kv.aclose()
 
 
+async def test_whether_the_log_is_cut_hangs_on_the_room_when_it_was_copied(tmp_path: Path) -> None:
+    """The drive may have become full meanwhile, and what cutting the log gives back would be anybody's."""
+    kv = SqliteCatalog.open(tmp_path / "c.db", writer_label="test", reserve_bytes=1 << 20)
+    assert kv.hold_room() == 0
+    for number in range(100):
+        await kv.transact([], [Put(b"k/%d" % number, b"v" * 3000)])
+    await trio.to_thread.run_sync(kv._maintenance.join)
+    database, log = Path(kv.path), Path(f"{kv.path}-wal")
+    held = log.stat().st_blocks * 512
+    size_when_asked = []
+
+    def is_scarce() -> bool:
+        size_when_asked.append(database.stat().st_size)
+        return True
+
+    with closing(catalog_connection.connect(kv.path)) as connection, open(log, "rb") as file:
+        assert catalog_maintenance.checkpoint(connection, file.fileno(), keep_file=is_scarce) == 1
+    assert size_when_asked[0] > 300_000, "all of it was copied"
+    assert log.stat().st_blocks * 512 == held
+    await kv.aclose()
+
+
 async def test_what_can_wait_waits_on_a_full_drive_until_slack_can_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,7 +255,7 @@ class Workload:
     def _checkpoint_catalog(self, keep_file: bool) -> None:
         path = str(self._directory / "catalog.db")
         with closing(connect(path)) as connection, open(f"{path}-wal", "rb") as wal:
-            checkpoint(connection, wal.fileno(), keep_file=keep_file)
+            checkpoint(connection, wal.fileno(), keep_file=lambda: keep_file)
 
     async def _do_sweep(self) -> None:
         await self._sweep.sweep_rows()
