@@ -11,11 +11,12 @@ is still being carried out waits for that.
 any more: a new mount process there goes on with its handles in a second or two.
 """
 
+import contextlib
 import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,10 +51,13 @@ class _Name(NamedTuple):
 
 @dataclass(slots=True)
 class _Guest:
-    """A handle of a program on another node. `opened_at`: trio's clock."""
+    """A handle of a program on another node. `opened_at`: trio's clock. `calls`: those under way that use it; it is let go when
+    they are over, because its descriptor is theirs, and nothing is sealed before. `is_leaving`: no more of them begin."""
 
     file: FileInUse
     opened_at: float
+    calls: set[int] = field(default_factory=set)
+    is_leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -119,8 +123,8 @@ class WritersElsewhere:
         name = _Name(store, call.incarnation)
         if any(other.store == store and other.incarnation > name.incarnation for other in self._connections):
             return HomeAnswer(errno.EIO, 0, "it comes from a mount of that node which is no more")
+        connection = self._connection(name)  # from now on no call of an earlier one begins
         await self._end_earlier(name)
-        connection = self._connection(name)
         connection.heard_at = trio.current_time()
         for number in call.answered:
             if (under_way := connection.under_way.get(number)) is not None:
@@ -155,14 +159,17 @@ class WritersElsewhere:
             case Call.JOIN:
                 return await self._join(name, connection, call)
             case Call.WRITE:
-                return await self._write(name, connection, call, data)
+                with _using(connection, call) as file:
+                    return await self._write(name, file, call, data)
             case Call.TRUNCATE:
                 await self._files.truncate(InodeNumber(call.ino), None, call.length)
                 await self._tell_kernel(InodeNumber(call.ino))
             case Call.ALLOCATE:
-                await self._files.allocate(_guest(connection, call.fh).file, call.flags, call.offset, call.length)
+                with _using(connection, call) as file:
+                    await self._files.allocate(file, call.flags, call.offset, call.length)
             case Call.SYNC:
-                await self._files.sync_durably(_guest(connection, call.fh).file)
+                with _using(connection, call) as file:
+                    await self._files.sync_durably(file)
             case Call.CLOSE:
                 await self._close(name, connection, call.fh)
             case Call.KEEP:
@@ -182,7 +189,8 @@ class WritersElsewhere:
                 await self._files.voided(file)
             await self._tell_kernel(file.ino)
         if call.flags & os.O_DSYNC:
-            await self._files.sync_durably(_guest(connection, call.fh).file)
+            with _using(connection, call) as file:
+                await self._files.sync_durably(file)
 
     async def _join(self, name: _Name, connection: _Connection, call: HomeCall) -> int:
         file = self._open_files.get(InodeNumber(call.ino))
@@ -191,14 +199,12 @@ class WritersElsewhere:
         await self._open(name, connection, call)
         return 0
 
-    async def _write(self, name: _Name, connection: _Connection, call: HomeCall, data: bytes) -> int:
-        file = _guest(connection, call.fh).file
+    async def _write(self, name: _Name, file: FileInUse, call: HomeCall, data: bytes) -> int:
         descriptor = self._open_files.guest_descriptor(file)
-        with self._open_files.pinned(file):
-            if call.flags & os.O_APPEND:
-                written = await self._noted.append(WriteName(*name, call.unique), file.ino, descriptor, data)
-            else:
-                written = await trio.to_thread.run_sync(os.pwrite, descriptor, data, call.offset)
+        if call.flags & os.O_APPEND:
+            written = await self._noted.append(WriteName(*name, call.unique), file.ino, descriptor, data)
+        else:
+            written = await trio.to_thread.run_sync(os.pwrite, descriptor, data, call.offset)
         if call.flags & os.O_DSYNC:
             await self._files.sync_durably(file)
         return written
@@ -210,9 +216,14 @@ class WritersElsewhere:
     # The end of handles
 
     async def _close(self, name: _Name, connection: _Connection, fh: int) -> None:
-        guest = connection.guests.pop(fh, None)
+        guest = connection.guests.get(fh)
         if guest is None:
             return
+        guest.is_leaving = True
+        for number in list(guest.calls):
+            await connection.under_way[number].wait()
+        if connection.guests.pop(fh, None) is None:
+            return  # let go of by two at once
         file = guest.file
         self._database.remove_guest(GuestRow(name.store, name.incarnation, fh, file.ino))
         self._open_files.remove_guest(file)
@@ -232,7 +243,7 @@ class WritersElsewhere:
             await self._end(other)
 
     async def _end(self, name: _Name) -> None:
-        connection = self._connections.pop(name, None)
+        connection = self._connections.get(name)
         if connection is None:
             return
         if connection.guests:
@@ -241,12 +252,13 @@ class WritersElsewhere:
                 name.store.hex(),
                 len(connection.guests),
             )
-        self._noted.forget(*name)
         for fh in list(connection.guests):
             try:
                 await self._close(name, connection, fh)
             except (CacheError, OSError) as error:
                 log.warning("not_closed store=%s fh=%d error=%s", name.store.hex(), fh, error)
+        if self._connections.pop(name, None) is not None:
+            self._noted.forget(*name)
 
     async def run(self) -> None:
         """Let go of what nobody has any more, until cancelled."""
@@ -262,14 +274,20 @@ class WritersElsewhere:
                 await self._end(name)
 
 
-def _guest(connection: _Connection, fh: int) -> _Guest:
-    guest = connection.guests.get(fh)
-    if guest is None:
+@contextlib.contextmanager
+def _using(connection: _Connection, call: HomeCall) -> Iterator[FileInUse]:
+    """The file of the call's handle, which stays open inside."""
+    guest = connection.guests.get(call.fh)
+    if guest is None or guest.is_leaving:
         raise OSError(
             errno.EIO,
             "the file's home lost its power, or did not hear of this node for a while, and closed the file: open it again",
         )
-    return guest
+    guest.calls.add(call.unique)
+    try:
+        yield guest.file
+    finally:
+        guest.calls.discard(call.unique)
 
 
 def _failed(call: HomeCall, error: Exception) -> HomeAnswer:

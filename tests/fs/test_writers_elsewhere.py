@@ -399,6 +399,41 @@ async def test_what_an_earlier_mount_of_a_node_had_open_is_let_go(start_node: St
     assert (await here.writers.call(store, HomeCall(Call.TRUNCATE, 1, 1003, ino), b"")).errno == errno.EIO
 
 
+@pytest.mark.parametrize("end", ["a new mount", "close", "not named"])
+async def test_a_handle_is_let_go_when_nothing_is_written_through_it_any_more(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The drive holds a write up meanwhile. Its descriptor's number must not be another file's when it goes on."""
+    here, there = await start_node("a"), await start_node("b")
+    ino, _ = await here.create(b"file")
+    store = there.store.store_id
+    await here.writers.call(store, HomeCall(Call.OPEN, 1, 1001, ino, 1001, flags=APPENDING), b"")
+    goes_on, append = trio.Event(), here.writers._noted.append
+
+    async def append_late(*arguments: Any) -> int:
+        await goes_on.wait()
+        return int(await append(*arguments))
+
+    monkeypatch.setattr(here.writers._noted, "append", append_late)
+    monkeypatch.setattr("ckptfs.fs.writers_elsewhere.LEASE_SECONDS", -1.0)
+    ends = {
+        "a new mount": (HomeCall(Call.KEEP, 2, 0), b""),
+        "close": (HomeCall(Call.CLOSE, 1, 1005, ino, 1001), b""),
+        "not named": (HomeCall(Call.KEEP, 1, 0), pack_handles([])),
+    }
+    async with trio.open_nursery() as both:
+        both.start_soon(here.writers.call, store, HomeCall(Call.WRITE, 1, 1003, ino, 1001, flags=os.O_APPEND), b"line\n")
+        await trio.testing.wait_all_tasks_blocked()
+        both.start_soon(here.writers.call, store, *ends[end])
+        await trio.testing.wait_all_tasks_blocked()
+        assert _guests(here) == 1
+        late = await here.writers.call(store, HomeCall(Call.WRITE, 1, 1007, ino, 1001), b"late")
+        assert late.errno == errno.EIO
+        goes_on.set()
+    assert await here.content(ino) == b"line\n"
+    assert here.database.guests() == []
+
+
 async def test_an_append_of_the_homes_own_program_that_comes_again(pair: tuple[Any, Any], start_node: StartNode) -> None:
     """In the served lane; while another node appends."""
     here, there = pair
