@@ -16,7 +16,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -75,6 +75,7 @@ class ReplicatedCatalog:
         self._barriers_asked = 0
         self._barriers_done = 0
         self._reload = False
+        self._following = trio.CancelScope()
         self._running: trio.CancelScope | None = None
         self._ended = trio.Event()
         self.trouble = ""
@@ -90,12 +91,15 @@ class ReplicatedCatalog:
             connection.close()
         except sqlite3.DatabaseError as error:
             log.warning("replica_made_anew path=%s error=%s", self._path, error)
-        for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                os.unlink(f"{self._path}{suffix}")
+        self._remove()
         connection = self._connected()
         connection.executescript(_SCHEMA)
         return connection
+
+    def _remove(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}{suffix}")
 
     def _connected(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
@@ -153,15 +157,22 @@ class ReplicatedCatalog:
         try:
             return self._connection.execute(statement, parameters).fetchall()
         except sqlite3.DatabaseError as error:
-            self._reload = True
+            self._load_anew()
             raise DamagedData(f"the replica {self._path} is damaged ({error}); it is made anew from the catalog") from None
 
     def _entry(self, row: tuple[bytes, bytes, int, int, int]) -> Entry:
         key, value, created, modified, check_sum = row
         if crc32(value, crc32(key)) != check_sum:
-            self._reload = True
+            self._load_anew()
             raise DamagedData(f"the replica {self._path} has a damaged record; it is made anew from the catalog")
         return Entry(key, value, created, modified)
+
+    def _load_anew(self) -> None:
+        """The file is damaged. A process that ends because of it, or before it was loaded, must not find it as good again."""
+        self._reload = True
+        with suppress(sqlite3.DatabaseError):
+            self._connection.execute(_SET, (0, "revision"))
+        self._following.cancel()
 
     async def _loaded(self) -> None:
         if self._revision:
@@ -256,24 +267,34 @@ class ReplicatedCatalog:
         log.info("replica_loaded keys=%d revision=%d", len(rows), revision)
 
     def _replace(self, rows: list[tuple[bytes, bytes, int, int, int]], revision: int) -> None:
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("DELETE FROM kv")
-        connection.executemany(_PUT, rows)
-        connection.execute(_SET, (revision, "revision"))
-        connection.execute(_SET, (self._origin.name, "catalog"))
-        connection.execute("COMMIT")
+        """In a thread, and over a connection of its own: those who read meanwhile see all that was there before.
+
+        Raises `sqlite3.DatabaseError` where the file's pages are damaged, after it has removed the file: the process ends and the
+        next one makes it anew.
+        """
+        with closing(self._connected()) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("DELETE FROM kv")
+                connection.executemany(_PUT, rows)
+                connection.execute(_SET, (revision, "revision"))
+                connection.execute(_SET, (self._origin.name, "catalog"))
+                connection.execute("COMMIT")
+            except sqlite3.OperationalError:
+                raise  # a full drive, say
+            except sqlite3.DatabaseError:
+                self._remove()
+                raise
 
     async def _follow(self) -> None:
-        async with aclosing(self._origin.follow(self._revision)) as transactions:
-            async for revision, events in transactions:
-                self._apply(revision, events)
-                self.trouble = ""
-                self._advance(revision)
-                if events and self.on_events is not None:
-                    self.on_events(events)
-                if self._reload:
-                    return
+        with trio.CancelScope() as self._following:
+            async with aclosing(self._origin.follow(self._revision)) as transactions:
+                async for revision, events in transactions:
+                    self._apply(revision, events)
+                    self.trouble = ""
+                    self._advance(revision)
+                    if events and self.on_events is not None:
+                        self.on_events(events)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         connection = self._connection

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
@@ -24,8 +25,11 @@ async def running(url: str, name: str, path: Path) -> AsyncIterator[ReplicatedCa
     async with trio.open_nursery() as nursery:
         replica = ReplicatedCatalog(EtcdCatalog(EtcdGateway([url]), name), path)
         await nursery.start(replica.run)
-        yield replica
-        await replica.aclose()
+        try:
+            yield replica
+        finally:
+            with trio.CancelScope(shield=True):
+                await replica.aclose()
 
 
 def origin_of(url: str, name: str) -> Any:
@@ -88,11 +92,86 @@ async def test_a_file_that_can_not_be_used_is_made_anew(etcd: Any, name: str, tm
             if damage == "record":  # found by who reads it
                 with pytest.raises(DamagedData, match="it is made anew from the catalog"):
                     await replica.get(b"a")
-                await origin.transact([], [Put(b"c", b"1")])  # the next event
                 with trio.fail_after(10):
                     while (entry := await _or_none(replica, b"a")) is None:
                         await trio.sleep(0.01)
                 assert entry.value == b"1"
+            assert await replica.range(b"") == await origin.range(b"")
+
+
+async def test_a_damaged_record_is_not_found_again_by_the_next_process(
+    etcd: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ends because of it, before anything could be loaded anew."""
+    path = tmp_path / "replica.db"
+    async with origin_of(etcd.url, name) as origin:
+        await origin.transact([], [Put(b"a", b"1")])
+        async with running(etcd.url, name, path):
+            pass
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("UPDATE kv SET value=x'00' WHERE key=?", (b"a",))
+        with monkeypatch.context() as never_loaded:
+            never_loaded.setattr(ReplicatedCatalog, "_load", lambda self: trio.sleep_forever())
+            async with running(etcd.url, name, path) as replica:
+                with pytest.raises(DamagedData):
+                    await replica.get(b"a")
+        async with running(etcd.url, name, path) as replica:
+            assert await replica.range(b"") == await origin.range(b"")
+
+
+async def test_nothing_is_missing_while_it_is_loaded_anew(
+    etcd: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, keys = tmp_path / "replica.db", [b"%04d" % number for number in range(1000)]
+    async with origin_of(etcd.url, name) as origin:
+        for start in range(0, len(keys), 100):
+            await origin.transact([], [Put(key, b"1") for key in keys[start : start + 100]])
+        async with running(etcd.url, name, path) as replica:
+            has_deleted, goes_on = threading.Event(), threading.Event()
+
+            class Halfway(sqlite3.Connection):
+                def executemany(self, *arguments: Any) -> Any:  # type: ignore[override]
+                    has_deleted.set()
+                    assert goes_on.wait(60)
+                    return super().executemany(*arguments)
+
+            connect = sqlite3.connect
+            monkeypatch.setattr(sqlite3, "connect", lambda *args, **more: connect(*args, factory=Halfway, **more))
+            with closing(connect(path, isolation_level=None)) as connection:
+                connection.execute("UPDATE kv SET value=x'00' WHERE key=?", (keys[0],))
+            with pytest.raises(DamagedData):
+                await replica.get(keys[0])
+            try:
+                with trio.fail_after(30):
+                    await trio.to_thread.run_sync(has_deleted.wait, abandon_on_cancel=True)
+                assert [entry and entry.value for entry in await replica.get_many(keys[1:])] == [b"1"] * 999
+            finally:
+                goes_on.set()
+            with trio.fail_after(30):
+                while await _or_none(replica, keys[0]) is None:
+                    await trio.sleep(0.01)
+            assert await replica.range(b"") == await origin.range(b"")
+
+
+async def test_damaged_pages_end_the_process_once(etcd: Any, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "replica.db"
+    async with origin_of(etcd.url, name) as origin:
+        for start in range(10):
+            await origin.transact([], [Put(b"%d-%d" % (start, number), os.urandom(500)) for number in range(100)])
+        async with running(etcd.url, name, path):
+            pass
+        content, leaf = bytearray(path.read_bytes()), b"\x0a"
+        for page in range(0, len(content), 4096):
+            if content[page : page + 1] == leaf and b"9-9" in content[page : page + 4096]:
+                content[page : page + 16] = b"\xff" * 16
+        path.write_bytes(content)
+        with pytest.raises(ExceptionGroup) as ended, trio.fail_after(30):
+            async with running(etcd.url, name, path) as replica:
+                with pytest.raises(DamagedData):
+                    await replica.range(b"")
+                await trio.sleep_forever()
+        assert ended.group_contains(sqlite3.DatabaseError)
+        async with running(etcd.url, name, path) as replica:
             assert await replica.range(b"") == await origin.range(b"")
 
 
