@@ -31,8 +31,8 @@ def whatif(
         raise WrongUse("--lose: the nodes that would be gone, as `ckptfs status` names them, with commas between them")
     place, top = _target(path)
     files = list(walk_files(top))
-    facts = what_if(place, [ino for ino, _, _ in files], nodes)
-    document = describe(str(top), files, facts, nodes)
+    facts, is_assumed = what_if(place, [ino for ino, _, _ in files], nodes)
+    document = {**describe(str(top), files, facts, nodes), "assumed": is_assumed}
     if as_json:
         print_json(document)
     else:
@@ -54,16 +54,21 @@ def _target(path: Path | None) -> tuple[Place, Path]:
     raise Unreachable("no node of this machine answers")
 
 
-def what_if(place: Place, inodes: list[int], nodes: list[str]) -> dict[int, Fact]:
-    """See `what_if.WhatIf.outcomes`. Raises `WrongUse` for a node the cluster doesn't have."""
+def what_if(place: Place, inodes: list[int], nodes: list[str]) -> tuple[dict[int, Fact], bool]:
+    """See `what_if.WhatIf.outcomes`; and whether all other nodes were taken to be up, because the agent that knows does not answer.
+
+    Raises `WrongUse` for a node the cluster doesn't have.
+    """
     facts: dict[int, Fact] = {}
+    is_assumed = False
     for start in range(0, max(1, len(inodes)), INODES_PER_REQUEST):
         part = inodes[start : start + INODES_PER_REQUEST]
         answer = place.ask("mount", {"do": "what_if", "inos": part, "lose": nodes})
         if unknown := answer["unknown"]:
             raise WrongUse(f"--lose: the cluster has no node {', '.join(unknown)}; its nodes are {', '.join(answer['nodes'])}")
         facts |= {int(ino): fact for ino, fact in answer["files"].items()}
-    return facts
+        is_assumed |= bool(answer.get("assumed"))
+    return facts, is_assumed
 
 
 def describe(top: str, files: list[tuple[int, str, int]], facts: dict[int, Fact], nodes: list[str]) -> dict[str, Any]:
@@ -123,6 +128,8 @@ def _print(document: dict[str, Any]) -> None:
         f"({human_bytes(document['survive_bytes'])} of {human_bytes(document['bytes'])})",
         soft_wrap=True,
     )
+    if document["assumed"]:
+        out.print("the agent that knows which nodes are up does not answer: all others count as up", soft_wrap=True)
     for source, size in document["from"].items():
         out.print(f"read from {source}: {human_bytes(size)}", soft_wrap=True)
     for fact in document["not"][:SHOWN_MAX]:

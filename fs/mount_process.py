@@ -468,7 +468,16 @@ class MountProcess:
             return False
 
     async def answer(self, request: Message) -> Message:
-        """One request on the node's mount socket."""
+        """One request on the node's mount socket. One that fails ends nothing else."""
+        try:
+            return await self._answer(request)
+        except (CacheError, OSError) as error:
+            return {"ok": False, "error": "failed", "message": str(error)}
+        except Exception as error:
+            log.exception("request_failed request=%r", request.get("do"))
+            return {"ok": False, "error": "internal", "message": f"the mount failed: {error!r}; its log has the details"}
+
+    async def _answer(self, request: Message) -> Message:
         match request.get("do"):
             case "status":
                 return self._status()
@@ -502,13 +511,17 @@ class MountProcess:
         return await self._durability.states(inos, stores, live, self._settings.parity_shards)
 
     async def _what_if(self, inos: list[InodeNumber], nodes: list[str]) -> Message:
-        """`files`: as `WhatIf.outcomes` without these nodes; `nodes`: all there are; `unknown`: those that aren't among them."""
+        """`files`: as `WhatIf.outcomes` without these nodes; `nodes`: all there are; `unknown`: those that aren't among them;
+        `assumed`: the agent doesn't answer, so that all nodes count as up."""
         stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
-        joined = {str(record.node) for record in stores.values() if record.state in (StoreState.IN, StoreState.DRAINING)}
+        joined = {
+            store: str(record.node) for store, record in stores.items() if record.state in (StoreState.IN, StoreState.DRAINING)
+        }
         lost = {store for store, record in stores.items() if record.node in nodes}
-        live = await self._live_stores() or set(stores)
-        files = await self._losses.outcomes(inos, stores, live, lost)
-        return {"files": files, "nodes": sorted(joined), "unknown": sorted(set(nodes) - joined)}
+        live = await self._live_stores()
+        files = await self._losses.outcomes(inos, stores, set(joined) if live is None else live, lost)
+        names = set(joined.values())
+        return {"files": files, "nodes": sorted(names), "unknown": sorted(set(nodes) - names), "assumed": live is None}
 
     def _size_of(self, ino: InodeNumber) -> int | None:
         """The size of a file that is being written here."""

@@ -51,12 +51,16 @@ class NodeSession:
         self._agent_hangs = False
         self._missed = 0
         self._before = _noted(store.path / "incarnation")
+        self._is_noted = self._before == incarnation
 
     async def begin(self) -> None:
         """Say that the node is up. Raises `StoreError` if another process is this node already, `CatalogUnavailable`."""
-        if self._before != self._incarnation:
+        if not self._is_noted:
             with contextlib.suppress(OSError):  # else a restart right after a kill waits for the session to end by itself
-                write_durably(self._store.path / "incarnation", f"{self._incarnation}\n", 0o600)
+                await trio.to_thread.run_sync(
+                    write_durably, self._store.path / "incarnation", f"{self._incarnation}\n", 0o600, abandon_on_cancel=True
+                )
+                self._is_noted = True
         deadline = trio.current_time() + IDENTITY_WAIT_SECONDS
         while True:
             if not isinstance(self._kv, SqliteCatalog):

@@ -95,15 +95,18 @@ class RemoteWriting:
         """Once."""
         handles: defaultdict[StoreId, list[int]] = defaultdict(list)
         for handle in self._open_files.handles_elsewhere():
-            handles[self._home(handle.file)].append(handle.fh)
+            if handle.file.remote is not None:  # else it was found gone after a restart
+                handles[handle.file.remote.home].append(handle.fh)
         homes = set(handles) | {home for home, answered in self._answered.items() if answered}
         async with trio.open_nursery() as nursery:
             for home in homes:
                 nursery.start_soon(self._keep_at, home, handles[home])
 
     async def _keep_at(self, home: StoreId, handles: Iterable[int]) -> None:
+        """One that hangs is given up soon, for the sake of the others: they let go of what they aren't told of."""
         try:
-            await self._call(home, HomeCall(Call.KEEP, self._incarnation, 0), pack_handles(handles))
+            with trio.move_on_after(KEEP_SECONDS):
+                await self._call(home, HomeCall(Call.KEEP, self._incarnation, 0), pack_handles(handles))
         except (ContentUnreachable, HeldElsewhere, OSError) as error:
             log.info("home_not_told store=%s: %s", home.hex(), error)
 

@@ -103,10 +103,12 @@ async def test_a_copy_of_a_store_is_not_the_node(starts: Starts) -> None:
     os.close(lock)
 
 
-async def test_an_ended_node_leaves_its_identity(starts: Starts) -> None:
+async def test_an_ended_node_leaves_its_identity(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     store, lock = starts.store("a")
     session = await starts.start(store)
-    await session.begin()  # again: nothing changes
+    with monkeypatch.context() as again:
+        again.setattr(node_session, "write_durably", lambda *_: pytest.fail("the drive is busy enough"))
+        await session.begin()  # nothing changes
     assert await starts.incarnations() == [1]
     await session.end()
     assert await starts.incarnations() == []

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from ckptfs.cache.catalog_format import VersionState
-from ckptfs.cache.ids import InodeNumber
+from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.cache.mount_db import BOOT_FACT
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, SetattrField
@@ -460,6 +460,34 @@ async def test_the_homes_are_told_what_is_open(pair: tuple[Any, Any]) -> None:
     assert connection.heard_at > 0
     await here.release(own)
     await there.release(far)
+
+
+async def test_a_home_that_hangs_takes_nobody_elses_turn(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a file whose home is not known any more."""
+    here, there = pair
+    first, own = await here.create(b"first")
+    far = [await there.open(first, os.O_WRONLY)]
+    second, _ = await here.create(b"second")
+    far.append(await there.open(second, os.O_WRONLY))
+    hanging, gone = StoreId(bytes(16)), there.open_files.get(InodeNumber(second))
+    monkeypatch.setattr(gone, "remote", None)
+    there.writing._answered[hanging].append(1)
+    asked: list[StoreId] = []
+    call_home = there.writing._content.call_home
+
+    async def hang(home: StoreId, *arguments: Any) -> Any:
+        asked.append(home)
+        return await (trio.sleep_forever() if home == hanging else call_home(home, *arguments))
+
+    monkeypatch.setattr(there.writing._content, "call_home", hang)
+    monkeypatch.setattr("ckptfs.fs.remote_writing.KEEP_SECONDS", 0.05)
+    with trio.fail_after(30):
+        await there.writing.keep()
+    assert sorted(asked) == sorted([hanging, here.store.store_id])
+    assert there.writing._answered[hanging] == [1]
+    monkeypatch.undo()
+    for fh in (own, *far):
+        await (here if fh == own else there).release(fh)
 
 
 async def test_a_home_that_is_away_is_an_error_of_the_program(pair: tuple[Any, Any], start_node: StartNode) -> None:

@@ -62,6 +62,10 @@ def test_one_node_after_the_other_goes_and_every_byte_stays(cluster: LocalCluste
     # What would be lost is known before it is.
     assert run(["whatif", "--lose", "node-3", str(nodes[2].mountpoint), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert not document["assumed"]
+    answer = call(nodes[2].store / "run" / "mount.sock", {"do": "what_if"})  # a question without sense ends nothing
+    assert not answer["ok"]
+    assert "its log has the details" in answer["message"]
     (resume,) = document["resume"]
     assert (document["files"], document["survive"], resume["newest"], resume["step"]) == (6, 6, "step-3", 3)
     assert run(["whatif", "--lose", "node-0,node-1,node-2,node-3", str(nodes[2].mountpoint)]) == 1
