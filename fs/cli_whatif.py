@@ -55,7 +55,7 @@ def _target(path: Path | None) -> tuple[Place, Path]:
 
 
 def what_if(place: Place, inodes: list[int], nodes: list[str]) -> tuple[dict[int, Fact], bool]:
-    """See `what_if.WhatIf.outcomes`; and whether all other nodes were taken to be up, because the agent that knows does not answer.
+    """See `what_if.WhatIf.outcomes`; and whether all others counted as up, because the agent that knows does not answer.
 
     Raises `WrongUse` for a node the cluster doesn't have.
     """

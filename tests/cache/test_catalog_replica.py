@@ -130,7 +130,7 @@ async def test_nothing_is_missing_while_it_is_loaded_anew(
             has_deleted, goes_on = threading.Event(), threading.Event()
 
             class Halfway(sqlite3.Connection):
-                def executemany(self, *arguments: Any) -> Any:  # type: ignore[override]
+                def executemany(self, *arguments: Any) -> Any:
                     has_deleted.set()
                     assert goes_on.wait(60)
                     return super().executemany(*arguments)
@@ -165,11 +165,15 @@ async def test_damaged_pages_end_the_process_once(etcd: Any, name: str, tmp_path
             if content[page : page + 1] == leaf and b"9-9" in content[page : page + 4096]:
                 content[page : page + 16] = b"\xff" * 16
         path.write_bytes(content)
-        with pytest.raises(ExceptionGroup) as ended, trio.fail_after(30):
+
+        async def runs_until_it_ends() -> None:
             async with running(etcd.url, name, path) as replica:
                 with pytest.raises(DamagedData):
                     await replica.range(b"")
                 await trio.sleep_forever()
+
+        with trio.fail_after(30), pytest.raises(ExceptionGroup) as ended:
+            await runs_until_it_ends()
         assert ended.group_contains(sqlite3.DatabaseError)
         async with running(etcd.url, name, path) as replica:
             assert await replica.range(b"") == await origin.range(b"")
