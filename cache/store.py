@@ -16,6 +16,7 @@
     reserve         room kept for starting on a full drive; may be absent
     incarnation     which start of the node was the last, decimal: whose session in the catalog is its own; may be absent
     boot            the boot id of the machine when the node last ran, as in /proc; may be absent
+    uses            how often files were opened for writing and closed, see `set_back_mark`; may be absent
     run/            sockets and pid files
 
 A store of a newer format, of another node, or in use raises `StoreError`; nothing in it is changed then.

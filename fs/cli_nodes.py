@@ -12,7 +12,7 @@ from ckptfs.fs.cli_ca import nodes as app
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
 from ckptfs.fs.cli_status import places_for
-from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
+from ckptfs.fs.local_socket import Message, NobodyThere, NodeNotAnswering, call
 from ckptfs.fs.status import Place
 
 __all__ = ["app"]
@@ -70,7 +70,7 @@ def admit_node(
         digest = b""
     if len(digest) != HASH_SIZE:
         raise WrongUse(f"{token_hash!r} is no hash of a token: {2 * HASH_SIZE} hex digits, as `ckptfs nodes add` prints them")
-    ask(of, {"do": "admit", "node": node, "token_hash": digest})
+    ask(of, {"do": "admit", "node": node, "token_hash": digest}, is_change=True)
     if as_json:
         print_json({"node": node, "admitted": True})
     else:
@@ -87,7 +87,7 @@ def remove(
     as_json: JsonFlag = False,
 ) -> None:
     """Take a node that is down out of the cluster for good: what it holds is made again elsewhere, and it can't come back."""
-    answer = ask(of, {"do": "remove_node", "node": node, "force": force}, WALK_SECONDS_MAX)
+    answer = ask(of, {"do": "remove_node", "node": node, "force": force}, WALK_SECONDS_MAX, is_change=True)
     files = [bytes(path).decode(errors="backslashreplace") for path in answer["files"]]
     if as_json:
         print_json({"node": node, "removed": answer["removed"], "files": files})
@@ -107,15 +107,23 @@ def remove(
         )
 
 
-def ask(of: Path | None, request: Message, seconds: float = 10.0) -> dict[str, Any]:
-    """The answer of the first of the nodes that gives one. Raises `Unreachable`, `WrongUse`, `NotReached`."""
+def ask(of: Path | None, request: Message, seconds: float = 10.0, *, is_change: bool = False) -> dict[str, Any]:
+    """The answer of the first of the nodes that gives one; a change is asked of none that may come after one that began with it.
+
+    Raises `Unreachable`, `WrongUse`, `NotReached`.
+    """
     places: list[Place] | None = places_for(of)
     if places is None:
         raise WrongUse(f"--of {of}: name a cluster's directory or a mountpoint, not what is in it")
     for place in places:
         try:
             answer = call(place.store / "run" / "agent.sock", request, timeout_seconds=seconds)
-        except NodeNotAnswering:
+        except NodeNotAnswering as error:
+            if is_change and not isinstance(error, NobodyThere):
+                raise Unreachable(
+                    f"{place.id} took the request and has not answered ({error}); it may still carry it out: see"
+                    " `ckptfs nodes list` before you repeat it"
+                ) from None
             continue
         if not answer.get("ok", True):
             raise NotReached(str(answer.get("message")))
