@@ -3,7 +3,7 @@
 import sqlite3
 from pathlib import Path
 
-from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.errors import DamagedData, StoreError
 from ckptfs.cache.mount_db import REMEDY, WaitingVersion, connect_mount_db
 
 
@@ -17,7 +17,7 @@ class MountDatabaseReader:
     def waiting(self, limit: int) -> list[WaitingVersion]:
         """The local versions that have waited longest, and behind them prefixes; none while the database doesn't exist yet.
 
-        Raises `DamagedData`.
+        Raises `DamagedData`, and `StoreError` where it can't be read now.
         """
         if self._connection is None:
             if not self._path.exists():
@@ -31,8 +31,10 @@ class MountDatabaseReader:
             prefixes = self._connection.execute(
                 "SELECT * FROM prefix ORDER BY exposed_ns LIMIT ?", (limit - len(rows),)
             ).fetchall()
-        except sqlite3.OperationalError:  # the writer hasn't made its tables yet
-            return []
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):  # the writer hasn't made its tables yet
+                return []
+            raise StoreError(f"{self._path} can't be read now: {error}") from None
         except sqlite3.DatabaseError as error:
             raise DamagedData(f"{self._path} is damaged ({error}); {REMEDY}") from None
         return [WaitingVersion(*row) for row in rows] + [WaitingVersion._make((*row, True)) for row in prefixes]

@@ -105,7 +105,7 @@ class AgentSettings:
 
 async def nothing_open() -> NotClosed | None:
     """For agents without a mount."""
-    return None
+    return NotClosed(0, 0)
 
 
 class Agent:

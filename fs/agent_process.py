@@ -75,6 +75,8 @@ class MountTeller:
             answer = await self._mount.call({"do": "status"})
         except NodeNotAnswering:
             return None
+        if not answer.get("ok"):
+            return None
         settling = int(answer["settling_files"])
         return NotClosed(settling, max(0, int(answer["written_files"]) - settling))
 

@@ -50,13 +50,25 @@ def drain(
         print_json(document)
     else:
         _print(document)
-    if report["left_files"] or report["open_files"]:
-        size = human_bytes(report["left_bytes"])
-        raise NotReached(
-            f"{report['left_files']} files ({size}) are not protected yet, and {report['open_files']} are being written: they "
-            f"are lost if {place.id} does not come back. It goes on with them while it runs",
-            reported=as_json,
+    if why := not_ready(document):
+        raise NotReached(why, reported=as_json)
+
+
+def not_ready(document: dict[str, Any]) -> str:
+    """What is lost if the node is switched off now and does not come back; empty if nothing."""
+    node = document["node"]
+    if document["unknown"]:
+        return (
+            f"whether all that only {node} has is protected is not known: {document['unknown']}. It is lost if {node} does not "
+            "come back: try again before it is switched off"
         )
+    if document["left_files"] or document["open_files"]:
+        return (
+            f"{document['left_files']} files ({human_bytes(document['left_bytes'])}) are not protected yet, and "
+            f"{document['open_files']} are being written: they are lost if {node} does not come back. It goes on with them while "
+            "it runs"
+        )
+    return ""
 
 
 def seconds_of(text: str) -> float:
@@ -83,14 +95,14 @@ def _print(document: dict[str, Any]) -> None:
         note = "" if one["complete"] else f"; incomplete: {one['why']}"
         out.print(f"{word}: {one['path']} ({human_bytes(one['bytes'])} in {one['files']} files{note})", soft_wrap=True)
     out.print(f"{document['node']} drains: {human_bytes(document['bytes'])} in {document['files']} files were protected")
+    is_ready = not not_ready(document)
     if held := document["held"]:
-        out.print(
-            f"{held} shards are still here; the cluster makes them again on other nodes, if it has enough of them. Switched off "
-            "now, nothing is lost by that: their files survive one loss fewer until then",
-            soft_wrap=True,
-        )
+        said = f"{held} shards are still here; the cluster makes them again on other nodes, if it has enough of them"
+        if is_ready:
+            said += ". Switched off now, nothing is lost by that: their files survive one loss fewer until then"
+        out.print(said, soft_wrap=True)
     else:
-        out.print("no shards are left here: it can be switched off", soft_wrap=True)
+        out.print("no shards are left here" + (": it can be switched off" if is_ready else ""), soft_wrap=True)
 
 
 def _say(as_json: bool, document: dict[str, Any], text: str) -> None:

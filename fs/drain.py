@@ -70,33 +70,40 @@ class Drain:
     async def protect(self, deadline_seconds: float) -> dict[str, Any]:
         """`checkpoints`: those that had something to protect, in their order: `path`, `complete`, `files`, `bytes`, `protected`;
         `files`, `bytes` of all that became protected; `left`: what did not, `left_files`, `left_bytes` in all; `open_files`;
-        `possible`: there is another node to protect to."""
+        `possible`: there is another node to protect to; `unknown`: why what is left is not known, empty if it is."""
         pieces: dict[str, _Piece] = {}
         left: dict[InodeNumber, WaitingVersion] = {}
         still = NotClosed(0, 0)
+        unknown = "there was no time to ask"
         try:
             with trio.move_on_after(deadline_seconds):
                 while True:
                     await self._settle()
-                    waiting = await trio.to_thread.run_sync(self._local_versions.waiting, LISTED_MAX)
-                    left = {one.ino: one for one in waiting if not one.is_prefix}
-                    listed = {one.ino for piece in pieces.values() for one in piece.waiting}
-                    if not left.keys() <= listed:
-                        found = await self._pieces(list(left.values()))
-                        pieces = _merged(pieces, found)
-                        self._replicator.prefer([one.ino for piece in _ordered(pieces.values()) for one in piece.waiting])
+                    try:
+                        # In this order: what is sealed in between is in the second, and never in neither.
+                        answer = await self._not_closed()
+                        waiting = await trio.to_thread.run_sync(self._local_versions.waiting, LISTED_MAX)
+                        left = {one.ino: one for one in waiting if not one.is_prefix}
+                        still, unknown = (still, "its mount process does not answer") if answer is None else (answer, "")
+                        listed = {one.ino for piece in pieces.values() for one in piece.waiting}
+                        if not left.keys() <= listed:
+                            pieces = _merged(pieces, await self._pieces(list(left.values())))
+                            self._replicator.prefer([one.ino for piece in _ordered(pieces.values()) for one in piece.waiting])
+                    except CacheError as error:
+                        log.warning("drain_held_up error=%s", error)
+                        unknown = str(error)
                     self._replicator.wake(urgent=True)
-                    still = await self._not_closed() or NotClosed(0, 0)
-                    if not (left or still.settling) or not (self._is_possible() or still.settling):
+                    is_done = not left or not self._is_possible()
+                    if is_done and not still.settling and not unknown:
                         break
                     await trio.sleep(POLL_SECONDS)
-        except CacheError as error:
-            log.warning("drain_cut_short error=%s", error)
         finally:
             self._replicator.prefer([])
-        return self._report(_ordered(pieces.values()), left, still)
+        return self._report(_ordered(pieces.values()), left, still, unknown)
 
-    def _report(self, pieces: Sequence[_Piece], left: dict[InodeNumber, WaitingVersion], still: NotClosed) -> dict[str, Any]:
+    def _report(
+        self, pieces: Sequence[_Piece], left: dict[InodeNumber, WaitingVersion], still: NotClosed, unknown: str
+    ) -> dict[str, Any]:
         everything = [one for piece in pieces for one in piece.waiting]
         done = [one for one in everything if one.ino not in left]
         named = {one.ino: piece.path for piece in pieces for one in piece.waiting}
@@ -121,10 +128,11 @@ class Drain:
             "left_bytes": sum(one.size for one in left.values()),
             "open_files": still.open,
             "possible": self._is_possible(),
+            "unknown": unknown,
         }
         log.warning(
-            "drained files=%d bytes=%d left_files=%d left_bytes=%d open_files=%d",
-            report["files"], report["bytes"], report["left_files"], report["left_bytes"], report["open_files"],
+            "drained files=%d bytes=%d left_files=%d left_bytes=%d open_files=%d unknown=%r",
+            report["files"], report["bytes"], report["left_files"], report["left_bytes"], report["open_files"], unknown,
         )  # fmt: skip
         return report
 

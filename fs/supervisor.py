@@ -212,6 +212,11 @@ class Supervisor:
             await trio.sleep(min(left, DRAIN_RETRY_SECONDS))
         if not report.get("ok"):
             self._not_drained = f"what only this node has could not be protected before it ended: {report.get('message')}"
+        elif report["possible"] and report["unknown"]:
+            self._not_drained = (
+                f"the node ended, and whether all that only it has is protected is not known: {report['unknown']}; what was "
+                "closed is safe on its drive, and lost with it"
+            )
         elif report["possible"] and (report["left_files"] or report["open_files"]):
             self._not_drained = (
                 f"the node ended with {report['left_files']} files ({report['left_bytes']} bytes) that are not protected, and "

@@ -345,6 +345,13 @@ def test_what_a_kill_left_in_its_log_is_taken_up(path: Path, tmp_path: Path) -> 
         assert len(database.files()) == 20
 
 
+def test_a_reader_that_can_not_read_does_not_say_that_nothing_waits(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE file(ino)")
+    with closing(MountDatabaseReader(path)) as reader, pytest.raises(StoreError, match="can't be read now"):
+        reader.waiting(5)
+
+
 def test_another_process_is_told_of_damage(path: Path) -> None:
     whole = _whole(path)
     leaf = whole.index(b"name-77") // 4096 * 4096

@@ -1,12 +1,19 @@
 """A node that is to go: what only it has is protected first, in the order that matters, and then its shards leave it."""
 
 import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
 from ckptfs.cache.catalog_format import StoreState
+from ckptfs.cache.mount_db_reader import MountDatabaseReader
+from ckptfs.fs.cli_drain import not_ready
+from ckptfs.fs.drain import Drain, NotClosed
 from ckptfs.replication import replicator
 
 pytestmark = pytest.mark.slow
@@ -92,3 +99,67 @@ async def test_a_node_that_leaves_takes_no_new_shards_and_loses_those_it_has(clu
     await node.down()
     for one in [*saved, new]:
         assert await cluster[1].content(one) == one.content
+
+
+class Mount:
+    """What a drain asks its mount; None: no answer. The last answer is given again and again."""
+
+    def __init__(self, *answers: NotClosed | None) -> None:
+        self.answers = list(answers)
+        self.settles = trio.Event()
+        self.settles.set()
+
+    async def settle(self) -> None:
+        await self.settles.wait()
+
+    async def not_closed(self) -> NotClosed | None:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+async def drained(node: Any, mount: Mount, deadline_seconds: float = 60.0, mount_db: Path | None = None) -> dict[str, Any]:
+    with closing(MountDatabaseReader(mount_db or node.store.mount_db)) as waiting:
+        drain = Drain(node.kv, node.running.replicator, waiting, mount.settle, mount.not_closed, lambda: True)
+        return {"node": "node-0", **await drain.protect(deadline_seconds)}
+
+
+async def test_a_mount_that_does_not_answer_is_asked_until_it_does(cluster: Any) -> None:
+    mount = Mount(None, None, NotClosed(1, 0), None, NotClosed(0, 0))
+    report = await drained(cluster[0], mount)
+    assert (report["unknown"], not_ready(report), len(mount.answers)) == ("", "", 1)
+
+
+async def test_what_nobody_could_ask_in_time_is_not_called_done(cluster: Any) -> None:
+    """Files that are closed and not sealed are known to the mount only."""
+    report = await drained(cluster[0], Mount(None), 0.3)
+    assert (report["left_files"], report["unknown"]) == (0, "its mount process does not answer")
+    hanging = Mount(NotClosed(0, 0))
+    hanging.settles = trio.Event()
+    report = await drained(cluster[0], hanging, 0.3)
+    assert report["unknown"]
+    assert "node-0 has is protected is not known" in not_ready(report)
+    assert not not_ready(await drained(cluster[0], Mount(NotClosed(0, 0))))
+    assert "1 are being written" in not_ready(await drained(cluster[0], Mount(NotClosed(0, 1))))
+
+
+async def test_a_list_of_what_waits_that_can_not_be_read_is_not_an_empty_one(cluster: Any, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "mount.db")) as database:
+        database.execute("CREATE TABLE file(ino)")
+    report = await drained(cluster[0], Mount(NotClosed(0, 0)), 0.3, tmp_path / "mount.db")
+    assert "can't be read now" in report["unknown"]
+
+
+async def test_what_is_sealed_while_it_asks_is_not_missed(cluster: Any) -> None:
+    node = cluster[0]
+
+    class Sealing(Mount):
+        saved: Sequence[Any] = ()
+
+        async def not_closed(self) -> NotClosed | None:
+            if not self.saved:
+                self.saved = [await node.save("step-1.pt", os.urandom(SIZE))]
+            return NotClosed(0, 0)
+
+    mount = Sealing(NotClosed(0, 0))
+    report = await drained(node, mount)
+    assert (report["files"], not_ready(report)) == (1, "")
+    assert [version.state.name for version in await node.protected(*mount.saved)] == ["PROTECTED"]
