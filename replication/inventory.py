@@ -24,7 +24,7 @@ from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, SegmentId, StoreId, V
 from ckptfs.cache.mount_db import CATALOG_FACT, FileState
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.replication.errors import ShardDamaged, ShardNotFound
+from ckptfs.replication.errors import PeerRefused, ShardDamaged, ShardNotFound
 from ckptfs.replication.shard_reader import ShardReader
 from ckptfs.replication.small_copies import HeldCopy, right_copies
 
@@ -133,7 +133,8 @@ def unpack_inventory(data: bytes) -> Inventory:
 
 
 def take_inventory(path: Path) -> Inventory:
-    """Look at all a store holds. Blocks, for some 0.1 ms a shard. Raises `StoreError` for what is no store, or one in use."""
+    """Look at all a store holds. Blocks, for some 0.1 ms a shard. Raises `StoreError` for what is no store, one in use, or
+    one this user can't read."""
     store = StoreDirectory.open(path)
     if store.is_in_use():
         raise StoreError(f"a node runs on the store {path}; end all nodes first")
@@ -185,6 +186,8 @@ def _shards(directory: Path) -> tuple[list[FoundShard], int]:
                     )  # fmt: skip
             except (ShardDamaged, ShardNotFound, ValueError):
                 damaged += 1
+            except PeerRefused as refused:
+                raise StoreError(f"{fan}/{name}: {refused.message}; nothing was changed") from None
     return found, damaged
 
 

@@ -21,7 +21,7 @@ from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import ID_SIZE, Vid
 from ckptfs.replication.agent_db import AgentDatabase
-from ckptfs.replication.errors import ReplicationError, ShardDamaged, ShardNotFound
+from ckptfs.replication.errors import PeerRefused, ReplicationError, ShardDamaged, ShardNotFound
 from ckptfs.replication.members import Members
 from ckptfs.replication.pace import Pace
 from ckptfs.replication.quiet_threads import QuietThreads
@@ -45,23 +45,27 @@ SHARE_OF_PERIOD = 0.5
 
 
 class ScrubCounts(msgspec.Struct):
-    """Shards that one pass looked at, and what became of those that were not right."""
+    """Shards that one pass looked at, and what became of those that were not right. `not_looked_at` could not be opened, for a
+    reason that isn't theirs."""
 
     checked: int = 0
     wrong: int = 0
     missing: int = 0
     made_again: int = 0
     not_made_again: int = 0
+    not_looked_at: int = 0
 
 
 class ScrubState(msgspec.Struct):
     """What is noted. `after` is the last version looked at in the pass that began at `began_ns` (wall time), 0: none has.
-    `counts` are of that pass, `last` of the one that was finished at `last_ended_ns`."""
+    `counts` are of that pass, `last` of the one that was finished at `last_ended_ns`. `problem` and `not_looked_at` say why, for
+    the newest shard that could not be made again, or looked at."""
 
     began_ns: int = 0
     after: bytes = b""
     counts: ScrubCounts = msgspec.field(default_factory=ScrubCounts)
     problem: str = ""
+    not_looked_at: str = ""
     last_ended_ns: int = 0
     last: ScrubCounts = msgspec.field(default_factory=ScrubCounts)
 
@@ -143,7 +147,7 @@ class Scrub:
 
     async def _pass_over(self) -> None:
         if not self._state.began_ns:
-            self._state = ScrubState(began_ns=self._now_ns(), last_ended_ns=self._state.last_ended_ns, last=self._state.last)
+            self._state = msgspec.structs.replace(self._state, began_ns=self._now_ns(), counts=ScrubCounts())
         state, own = self._state, self._members.own_store
         pace = Pace(await self._rate())
         key = VERSION_PREFIX + state.after.hex().encode() if state.after else b""
@@ -155,13 +159,15 @@ class Scrub:
                 key, state.after = entry.key, vid_of_key(entry.key)
                 if trio.current_time() - self._noted_at >= NOTED_SECONDS:
                     await self._note()
-        self._state = ScrubState(last_ended_ns=self._now_ns(), last=state.counts, problem=state.problem)
+        self._state = msgspec.structs.replace(
+            state, began_ns=0, after=b"", counts=ScrubCounts(), last_ended_ns=self._now_ns(), last=state.counts
+        )
         await self._note()
         counts = state.counts
-        log = logger.warning if counts.wrong or counts.missing else logger.info
+        log = logger.warning if counts.wrong or counts.missing or counts.not_looked_at else logger.info
         log(
-            "scrubbed checked=%d wrong=%d missing=%d made_again=%d not_made_again=%d",
-            counts.checked, counts.wrong, counts.missing, counts.made_again, counts.not_made_again,
+            "scrubbed checked=%d wrong=%d missing=%d made_again=%d not_made_again=%d not_looked_at=%d",
+            counts.checked, counts.wrong, counts.missing, counts.made_again, counts.not_made_again, counts.not_looked_at,
         )  # fmt: skip
 
     async def _rate(self) -> float:
@@ -184,12 +190,18 @@ class Scrub:
         for index, shard in enumerate(version.shards):
             if shard.store == self._members.own_store:
                 self._state.counts.checked += 1
-                problem = await self._problem(vid, version, index, pace)
+                try:
+                    problem = await self._problem(vid, version, index, pace)
+                except PeerRefused as refused:  # the next pass looks at it; others must not wait for that
+                    self._state.counts.not_looked_at += 1
+                    self._state.not_looked_at = refused.message
+                    logger.warning("scrub-not-looked-at vid=%s index=%d: %s", vid.hex(), index, refused.message)
+                    continue
                 if problem is not None:
                     await self._make_again(vid, version, index, problem)
 
     async def _problem(self, vid: Vid, version: Version, index: int, pace: Pace) -> ReplicationError | None:
-        """What is wrong with a shard or copy that should be here."""
+        """What is wrong with a shard or copy that should be here. Raises `PeerRefused` (busy) if it can't be opened now."""
         try:
             if version.layout is ShardLayout.COPIES:
                 held, content = await self._threads.run(self._copies.get, vid)
@@ -202,7 +214,7 @@ class Scrub:
         return None if right else ShardDamaged("it is not the shard that was acknowledged")
 
     async def _is_right(self, vid: Vid, version: Version, index: int, pace: Pace) -> bool:
-        """Raises `ShardNotFound`, `ShardDamaged`."""
+        """Raises `ShardNotFound`, `ShardDamaged`, `PeerRefused` (busy)."""
         reader: ShardReader = await self._threads.run(self._shards.open, vid, index)
         with reader:
             cells = reader.check_cells()
@@ -258,10 +270,15 @@ class Scrub:
 
 def scrub_problems(state: ScrubState) -> list[str]:
     """For an operator: what scrubbing found and could not make right."""
-    count = state.counts.not_made_again or state.last.not_made_again
-    if not count:
-        return []
-    return [
-        f"scrub found {count} shards here wrong or missing that could not be made again, the last one {state.problem}. "
-        "`ckptfs verify --repair` tries it again and names the files; look at this node's drive"
-    ]
+    problems = []
+    if count := state.counts.not_made_again or state.last.not_made_again:
+        problems.append(
+            f"scrub found {count} shards here wrong or missing that could not be made again, the last one {state.problem}. "
+            "`ckptfs verify --repair` tries it again and names the files; look at this node's drive"
+        )
+    if count := state.counts.not_looked_at or state.last.not_looked_at:
+        problems.append(
+            f"scrub could not look at {count} shards here: {state.not_looked_at}. They were left as they are, and the next pass "
+            "looks at them; see to it that this node's user may read its store and has enough open files (LimitNOFILE)"
+        )
+    return problems

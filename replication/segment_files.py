@@ -4,7 +4,6 @@ A path is made from a segment's id only. All raise `ShardNotFound` where there i
 doesn't give it, and `PeerRefused` (busy) where that is not the segment's fault.
 """
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from typing import NamedTuple, Protocol
 
 from ckptfs.cache.ids import SegmentId
 from ckptfs.cache.segments import hash_cells
-from ckptfs.replication.errors import PeerRefused, RefusalReason, ShardDamaged, ShardNotFound
-
-_NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR)
+from ckptfs.replication.errors import ShardDamaged, ShardNotFound
+from ckptfs.replication.unopened import unopened
 
 
 class SegmentPaths(Protocol):
@@ -76,9 +74,7 @@ class SegmentFiles:
         except FileNotFoundError:
             raise ShardNotFound(f"the home has no segment {segment.hex()} any more") from None
         except OSError as error:
-            if error.errno in _NOT_ITS_FAULT:
-                raise PeerRefused(RefusalReason.BUSY, f"no segment can be opened now: {error.strerror}") from None
-            raise ShardDamaged(f"the segment {segment.hex()} can't be opened: {error.strerror}") from None
+            raise unopened(error, f"the segment {segment.hex()}") from None
         try:
             yield descriptor
         except OSError as error:

@@ -10,6 +10,7 @@ from ckptfs.replication import shard_format
 from ckptfs.replication.agent_db import HeldShard
 from ckptfs.replication.errors import ShardDamaged, ShardNotFound
 from ckptfs.replication.shard_format import HEADER_SIZE, TRAILER_SIZE
+from ckptfs.replication.unopened import unopened
 
 BAD_STRIPES_MAX = 1000
 
@@ -26,10 +27,13 @@ class ShardReader:
     """Reads one complete shard. Header and footer were checked; cells are checked as they are read."""
 
     def __init__(self, path: str, vid: Vid, index: int) -> None:
+        """Raises `ShardNotFound`, `ShardDamaged`, and `PeerRefused` (busy) where it isn't its fault that it can't be opened."""
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError):
             raise ShardNotFound(f"no shard {vid.hex()}.{index} in this store") from None
+        except OSError as error:
+            raise unopened(error, f"the shard {vid.hex()}.{index}") from None
         try:
             status = os.fstat(self._descriptor)
             self.file_bytes = status.st_size

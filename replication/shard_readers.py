@@ -12,6 +12,7 @@ from ckptfs.replication.errors import ShardNotFound
 from ckptfs.replication.shard_format import ShardHeader
 from ckptfs.replication.shard_reader import ShardReader
 from ckptfs.replication.shard_store import ShardStore
+from ckptfs.replication.unopened import unopened
 
 OPEN_COUNT_MAX = 64
 FOOTER_BYTES_MAX = 8 << 20
@@ -36,7 +37,7 @@ class ShardReaders:
 
     @contextlib.contextmanager
     def borrow(self, vid: Vid, index: int) -> Iterator[ShardReader]:
-        """The shard's reader for the `with` block. Raises `ShardNotFound`, `ShardDamaged`."""
+        """The shard's reader for the `with` block. Raises as `ShardReader` does."""
         held = self._take(vid, index)
         try:
             yield held.reader
@@ -61,10 +62,12 @@ class ShardReaders:
         key = (vid, index)
         try:
             status = os.stat(self._store.path_of(vid, index), follow_symlinks=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             with self._lock:
                 self._drop(key)
             raise ShardNotFound(f"no shard {vid.hex()}.{index} in this store") from None
+        except OSError as error:
+            raise unopened(error, f"the shard {vid.hex()}.{index}") from None
         identity = (status.st_ino, status.st_size)
         with self._lock:
             held = self._open.get(key)

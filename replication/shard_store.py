@@ -24,7 +24,7 @@ from ckptfs.cache.ids import ID_SIZE, Vid
 from ckptfs.cache.store import sync_directory
 from ckptfs.replication import shard_format
 from ckptfs.replication.agent_db import AgentDatabase, Held, HeldShard
-from ckptfs.replication.errors import ShardDamaged, StoreFailed, StoreFull
+from ckptfs.replication.errors import PeerRefused, ShardDamaged, StoreFailed, StoreFull
 from ckptfs.replication.shard_format import HEADER_SIZE, ShardHeader
 from ckptfs.replication.shard_reader import ShardReader, VerifyResult
 from ckptfs.replication.shard_writer import PARTIAL, ShardWriter
@@ -114,11 +114,12 @@ class ShardStore:
         return writer
 
     def open(self, vid: Vid, index: int) -> ShardReader:
-        """A reader of a complete shard. Raises `ShardNotFound`, `ShardDamaged`."""
+        """A reader of a complete shard. Raises as it does."""
         return ShardReader(self.path_of(vid, index), vid, index)
 
     def verify(self, vid: Vid, index: int) -> VerifyResult:
-        """Re-read the whole shard, from the drive where the kernel lets go of its cached pages. Raises `ShardNotFound`."""
+        """Re-read the whole shard, from the drive where the kernel lets go of its cached pages. Raises `ShardNotFound`,
+        and `PeerRefused` (busy) where it can't be opened now."""
         try:
             with self.open(vid, index) as reader:
                 return reader.verify()
@@ -206,7 +207,7 @@ class ShardStore:
             try:
                 with self.open(vid, index) as reader:
                     added.append(reader.held())
-            except ShardDamaged:
+            except (ShardDamaged, PeerRefused):
                 damaged.append(found[vid, index])
         self.enter(added)
         removed = self.remove_stale_partials(partial_age_seconds_max)

@@ -31,7 +31,7 @@ from ckptfs.cache.catalog_format import (
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.agent_db import AgentDatabase
-from ckptfs.replication.errors import ShardDamaged, ShardNotFound
+from ckptfs.replication.errors import PeerRefused, ShardDamaged, ShardNotFound
 from ckptfs.replication.protect import DurableCatalog
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.small_copies import SmallCopies
@@ -216,7 +216,7 @@ class ShardSweep:
         try:
             with self._shards.open(vid, index) as reader:
                 return reader.footer.revision
-        except (ShardNotFound, ShardDamaged):
+        except (ShardNotFound, ShardDamaged, PeerRefused):
             return 0
 
     async def _is_wanted(self, vid: Vid, index: int, still_unnamed: set[tuple[Vid, int]]) -> bool:
@@ -251,7 +251,7 @@ class ShardSweep:
                         continue  # the catalog has lost what it knew when this was sent
             except ShardNotFound:
                 pass
-            except ShardDamaged as error:
+            except (ShardDamaged, PeerRefused) as error:
                 logger.warning("unneeded-shard-kept vid=%s index=%d error=%s", vid.hex(), index, error)
                 continue
             removed += self._shards.delete(vid, index)

@@ -18,6 +18,8 @@ from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.replication import shard_format
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.errors import (
+    PeerRefused,
+    RefusalReason,
     ShardConflict,
     ShardDamaged,
     ShardNotFound,
@@ -26,6 +28,7 @@ from ckptfs.replication.errors import (
     WriterRevoked,
 )
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
+from ckptfs.replication.shard_readers import ShardReaders
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.shard_writer import ShardWriter
 
@@ -534,3 +537,37 @@ def test_no_space_is_needed_for_what_is_known_to_be_zeros(tmp_path: Path, index:
     with pytest.raises(StoreFull):
         store.begin(ZEROS)
     store.begin(ZEROS, hole_bytes=30 * ZEROS.cell_size).abandon()
+
+
+def test_what_does_not_open_is_damaged_unless_the_process_is_short_of_something(
+    store: ShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller knows what to do about either; an error of the system would end it."""
+    put(store)
+    real = os.open
+
+    def refusing(code: int) -> None:
+        def refuse(path: str, *others: int) -> int:
+            if VID.hex() in os.fspath(path):
+                raise OSError(code, os.strerror(code))
+            return real(path, *others)
+
+        monkeypatch.setattr(os, "open", refuse)
+
+    refusing(errno.EIO)
+    with pytest.raises(ShardDamaged, match="can't be opened: Input/output error"):
+        store.open(VID, 1)
+    assert not store.verify(VID, 1).ok
+    refusing(errno.EMFILE)
+    with pytest.raises(PeerRefused) as caught:
+        store.verify(VID, 1)
+    assert (caught.value.reason, caught.value.retryable) == (RefusalReason.BUSY, True)
+    monkeypatch.undo()
+
+    def stat(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat)
+        with pytest.raises(ShardDamaged, match="Structure needs cleaning"), ShardReaders(store).borrow(VID, 1):
+            pass

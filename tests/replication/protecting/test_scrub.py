@@ -1,6 +1,7 @@
 """Scrubbing finds what is wrong or missing, makes it again, and goes on after a restart; readers have repaired what they meet."""
 
 import contextlib
+import errno
 import os
 import sqlite3
 from typing import Any
@@ -56,6 +57,57 @@ async def test_wrong_and_missing_shards_are_made_again(cluster: Any) -> None:
     for node in cluster.nodes:
         await node.running.scrub.pass_over()
         assert node.running.scrub.statistics().state.last.wrong == 0
+
+
+async def test_a_shard_the_drive_does_not_open_is_like_a_damaged_one(cluster: Any) -> None:
+    """Its inode may be what the drive can't give. A link that leads to itself is refused in the same place, with ELOOP."""
+    saved = await cluster[0].save("model.pt", os.urandom(SIZE))
+    await cluster[0].protected(saved)
+    holders = await held_by(cluster, saved)
+    path, node = holders[1][0].shard_path(saved, 1), holders[1][0]
+    before = path.read_bytes()
+
+    def spoil() -> None:
+        path.unlink()
+        path.symlink_to(path)
+
+    spoil()
+    for reader in (node, next(other for other in cluster.nodes if other is not node)):
+        reader.drop_copies()
+        assert await reader.content(saved) == saved.content
+        answer = await reader.ask("verify", inos=[saved.ino])
+        assert [file["damaged"] for file in answer["files"]] == [[1]]
+    await node.running.scrub.pass_over()
+    assert path.read_bytes() == before
+    spoil()
+    answer = await cluster[0].ask("verify", inos=[saved.ino], repair=True)
+    assert path.read_bytes() == before
+
+
+async def test_a_shard_that_can_not_be_looked_at_now_keeps_no_other_waiting(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = [await cluster[0].save(f"step-{number}", os.urandom(SIZE)) for number in range(2)]
+    await cluster[0].protected(*saved)
+    node = cluster[0]
+    first, last = sorted(saved, key=lambda one: one.vid)
+    [index] = [index for holder, index in await held_by(cluster, last) if holder is node]
+    damage(node.shard_path(last, index))
+    real = os.open
+
+    def full(path: Any, *others: Any, **named: Any) -> int:
+        if first.vid.hex() in os.fspath(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *others, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        await node.running.scrub.pass_over()
+    last_pass = node.running.scrub.statistics().state.last
+    assert (last_pass.checked, last_pass.wrong, last_pass.made_again, last_pass.not_looked_at) == (2, 1, 1, 1)
+    assert "could not look at 1 shards here" in "".join((await node.ask("status"))["problems"])
+    await node.running.scrub.pass_over()
+    assert "could not look at" not in "".join((await node.ask("status"))["problems"])
 
 
 async def test_a_restart_goes_on_where_it_was(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
