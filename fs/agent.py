@@ -80,7 +80,8 @@ REBUILT_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What the operator chose for this node; sizes in bytes. `listen` is host:port, port 0 for the one used last, or any."""
+    """What the operator chose for this node; sizes in bytes. `listen` is host:port, port 0 for the one used last, or any. Buffers
+    are never too small for the stripes of the cluster."""
 
     listen: str = "127.0.0.1:0"
     labels: Mapping[str, str] | None = None
@@ -132,6 +133,7 @@ class Agent:
         """`settle` has the mount seal what is closed, without waiting whether it is opened again; `not_closed` asks it what isn't
         sealed yet; `answer_call` has it carry out what programs on other nodes do to files whose home is here."""
         settings = settings or AgentSettings()
+        stripe_bytes = (cluster.data_shards + cluster.parity_shards) * cluster.cell_size
         self.store = store
         self.codec = codec
         self.cluster = cluster
@@ -172,7 +174,7 @@ class Agent:
             cluster.data_shards,
             cluster.parity_shards,
             settings.small_file_size,
-            settings.buffer_bytes_max,
+            max(settings.buffer_bytes_max, 2 * stripe_bytes),  # the file may have been written for another cluster
             settings.shortfall_seconds,
         )
         protector = Protector(limits, kv, self.versions, self.members, self.holders, segments, codec, self._threads)
@@ -193,7 +195,8 @@ class Agent:
         reader = StripeReader(self.members, self.holders, codec)
         reader.counters = self.reader.counters
         self.copies = LocalCopies(store.copies, reserve_bytes=reserve_bytes)
-        self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=settings.restore_buffer_bytes_max)
+        restore_bytes_max = max(settings.restore_buffer_bytes_max, 2 * stripe_bytes)
+        self.restorer = Restorer(self.reader, self.holders, self.copies, buffer_bytes_max=restore_bytes_max)
         kept = KeptContent(store.store_id, self.versions, self.holders, self.restorer, switch_segment)
         self.server = PeerServer(
             self.shard_store,
@@ -234,12 +237,11 @@ class Agent:
             cluster.parity_shards,
             repair_after_seconds=settings.repair_after_seconds,
         )
-        take_buffer = BufferBudget(VERIFY_BUFFER_BYTES).take
+        take_buffer = BufferBudget(max(VERIFY_BUFFER_BYTES, stripe_bytes)).take
         self.verifier = Verifier(reader, self.members, self.holders, keepers, self.versions, codec, take_buffer)
         self.mender = Mender(self.members, keepers)
         self.repairer = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
         pace = Pace(settings.repair_bytes_per_second_max)
-        stripe_bytes = (cluster.data_shards + cluster.parity_shards) * cluster.cell_size
         take_stripe = BufferBudget(REBUILT_AT_ONCE * max(stripe_bytes, VERIFY_BUFFER_BYTES // 2)).take
         movers = [
             Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_stripe, pace=pace.spend)

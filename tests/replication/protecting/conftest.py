@@ -150,7 +150,8 @@ class Node:
             AgentSettings(
                 labels=self.cluster.labels.get(self.number),
                 small_file_size=SMALL,
-                buffer_bytes_max=2 << 20,
+                buffer_bytes_max=self.cluster.buffer_bytes_max,
+                restore_buffer_bytes_max=self.cluster.buffer_bytes_max,
                 reserve_fraction=0.0,
                 shortfall_seconds=self.cluster.shortfall_seconds,
                 raise_look_seconds=0.05,
@@ -339,6 +340,7 @@ class Cluster:
         self.raise_unchanged_seconds = 1e9
         self.sweep_seconds = 1e9
         self.repairs_reads = False
+        self.buffer_bytes_max = 2 << 20
         self.labels: dict[int, dict[str, str]] = {}
         self.settings = Settings(FORMAT_VERSION, b"c" * 16, K, M, CELL)
         self.nodes: list[Node] = []

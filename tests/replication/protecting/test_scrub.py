@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 
+from ckptfs.fs import agent
 from ckptfs.replication import scrub
 from ckptfs.replication.scrub import FACT
 
@@ -108,6 +109,29 @@ async def test_a_shard_that_can_not_be_looked_at_now_keeps_no_other_waiting(
     assert "could not look at 1 shards here" in "".join((await node.ask("status"))["problems"])
     await node.running.scrub.pass_over()
     assert "could not look at" not in "".join((await node.ask("status"))["problems"])
+
+
+async def test_a_stripe_that_is_larger_than_all_buffers_is_read_and_made_again(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A code of 16+4 has stripes of 20 MiB."""
+    monkeypatch.setattr(agent, "VERIFY_BUFFER_BYTES", CELL)
+    cluster.buffer_bytes_max = CELL
+    for node in cluster.nodes:
+        await node.down()
+        await node.up()
+    saved = await cluster[0].save("model.pt", os.urandom(SIZE))
+    await cluster[0].protected(saved)
+    holder, index = (await held_by(cluster, saved))[1]
+    path = holder.shard_path(saved, index)
+    before = path.read_bytes()
+    damage(path)
+    reader = next(node for node in cluster.nodes if node is not holder)
+    assert await reader.content(saved) == saved.content
+    answer = await reader.ask("verify", inos=[saved.ino], deep=True)
+    assert [file["damaged"] for file in answer["files"]] == [[index]]
+    await holder.running.scrub.pass_over()
+    assert path.read_bytes() == before
 
 
 async def test_a_restart_goes_on_where_it_was(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
