@@ -10,7 +10,7 @@ from zlib import crc32
 import msgspec
 
 from ckptfs.cache.catalog_kv import Compare, EmptyRange, Entry, Operation, Present, Put, TransactionResult, Unchanged
-from ckptfs.cache.errors import DamagedData
+from ckptfs.cache.errors import DamagedRecord
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
 from ckptfs.cache.session_fence import SessionFence
 
@@ -151,7 +151,7 @@ def _checked(row: Row) -> Entry:
     except TypeError:  # in a damaged page they may be anything
         right = False
     if not right:
-        raise DamagedData(f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
+        raise DamagedRecord(key, f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
     return Entry(key, value, created, modified)
 
 

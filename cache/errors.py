@@ -15,6 +15,14 @@ class DamagedData(CacheError):
     """Bytes on disk or from a peer fail their checksum or make no sense. Nothing of them was used."""
 
 
+class DamagedRecord(DamagedData):
+    """One record of the catalog fails its checksum; the others can be used. `key` is as it was read: it may be damaged itself."""
+
+    def __init__(self, key: bytes, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class CatalogUnavailable(CacheError):
     """The catalog's engine can't be reached now; the call may be repeated."""
 

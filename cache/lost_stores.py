@@ -32,7 +32,7 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
-from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.errors import DamagedRecord, NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import end_versions
@@ -76,13 +76,16 @@ async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGen
     """Each file whose newest content only this store had, which is lost or removed, as it is rolled back; at the end the store is
     `settled`.
 
-    Begun again after an interruption it goes on with what is left. Ends early if `leader` doesn't hold any more, or the store
-    has returned.
+    Begun again after an interruption it goes on with what is left. A file of which a record is damaged is passed over. Ends early
+    if `leader` doesn't hold any more, or the store has returned.
     """
     known = {known: record for known, (record, _) in (await stores(kv)).items()}
-    async with aclosing(versions_at_home(kv, store, HOME_ONLY)) as versions:
+    async with aclosing(versions_at_home(kv, store, HOME_ONLY, damaged=set())) as versions:
         async for vid, version in versions:
-            done = await repeated(partial(_attempt_roll_back, kv, leader, store, known, vid, version.ino))
+            try:
+                done = await repeated(partial(_attempt_roll_back, kv, leader, store, known, vid, version.ino))
+            except DamagedRecord:
+                continue  # its file is an error for all who ask; the others are not
             if done is not None:
                 yield done
     entry = await kv.get(store_key(store))
@@ -178,9 +181,12 @@ class Returned(NamedTuple):
 async def give_back(kv: KeyValue, writer: Writer) -> AsyncGenerator[Returned, None]:
     """What this store, which was lost and has returned, had alone: each version that was rolled back and whose file is still
     there, after that was given it back if nobody touched it."""
-    async with aclosing(versions_at_home(kv, writer.store, HOME_ONLY)) as versions:
+    async with aclosing(versions_at_home(kv, writer.store, HOME_ONLY, damaged=set())) as versions:
         async for vid, version in versions:
-            done = await repeated(partial(_attempt_give_back, kv, writer, vid, version.ino))
+            try:
+                done = await repeated(partial(_attempt_give_back, kv, writer, vid, version.ino))
+            except DamagedRecord:
+                continue
             if done is not None:
                 yield done
 

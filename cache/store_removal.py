@@ -21,11 +21,11 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import Conflict, commit, existing_inode
-from ckptfs.cache.errors import NoSuchName, StoreError
+from ckptfs.cache.catalog_scan import scan
+from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.lost_stores import HOME_ONLY
 from ckptfs.cache.store_registry import stores
-from ckptfs.cache.version_recovery import scan
 
 
 class HoldsTheOnly(StoreError):
@@ -51,7 +51,8 @@ async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeN
         session = await kv.get(session_key(node))
         if session is not None and unpack(Session, session.value).store == store:
             raise StoreError(f"{node} is up: stop it first (`ckptfs umount` there); nothing was changed")
-        only_here = await only_at(kv, store, {other: found[0] for other, found in known.items()})
+        damaged = set[bytes]() if force else None  # of what a damaged record says nobody knows who needs the store
+        only_here = await only_at(kv, store, {other: found[0] for other, found in known.items()}, damaged)
         if only_here and not force:
             raise HoldsTheOnly(only_here)
         # A lost store's files were rolled back; those of one that was not are by the leader, which sees that it isn't settled.
@@ -66,11 +67,13 @@ async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeN
     return given_up
 
 
-async def only_at(kv: KeyValue, store: StoreId, known: Mapping[StoreId, Store]) -> list[InodeNumber]:
+async def only_at(
+    kv: KeyValue, store: StoreId, known: Mapping[StoreId, Store], damaged: set[bytes] | None = None
+) -> list[InodeNumber]:
     """Files whose newest content nobody could read without the store, by a walk over all versions. A store that is in the cluster
-    counts as having what it is named for."""
+    counts as having what it is named for; `damaged` as in `scan`."""
     found: dict[InodeNumber, None] = {}
-    async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
+    async with aclosing(scan(kv, VERSION_PREFIX, damaged=damaged)) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
             if _needs(version, store, known) and await _is_newest(kv, vid_of_key(entry.key), version):
@@ -96,4 +99,6 @@ async def _is_newest(kv: KeyValue, vid: Vid, version: Version) -> bool:
         inode, _ = await existing_inode(kv, version.ino)
     except NoSuchName:
         return False
+    except DamagedRecord:
+        return True  # for all anybody knows
     return vid in (inode.open, inode.cur, inode.rolled_back_from)

@@ -22,15 +22,14 @@ from ckptfs.cache.catalog_format import (
     version_key,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import Compare, Entry, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import attempt_unlink
 from ckptfs.cache.version_states import version_step
-
-SCAN_ENTRIES = 5_000
 
 
 class Dropped(NamedTuple):
@@ -112,7 +111,7 @@ async def _best_left(kv: KeyValue, inode: Inode) -> tuple[Vid, Version, int] | N
 
 
 async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> None:
-    async with aclosing(scan(kv, ENTRY_PREFIX)) as entries:
+    async with aclosing(scan(kv, ENTRY_PREFIX, damaged=set())) as entries:
         async for entry in entries:
             if unpack(DirectoryEntry, entry.value).ino not in inodes:
                 continue
@@ -124,20 +123,11 @@ async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> 
 
 
 async def versions_at_home(
-    kv: KeyValue, store: StoreId, states: Sequence[VersionState]
+    kv: KeyValue, store: StoreId, states: Sequence[VersionState], *, damaged: set[bytes] | None = None
 ) -> AsyncGenerator[tuple[Vid, Version], None]:
-    """Versions in these states whose home is the store, by a walk over all versions."""
-    async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
+    """Versions in these states whose home is the store, by a walk over all versions; `damaged` as in `scan`."""
+    async with aclosing(scan(kv, VERSION_PREFIX, damaged=damaged)) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
             if version.home == store and version.state in states:
                 yield vid_of_key(entry.key), version
-
-
-async def scan(kv: KeyValue, prefix: bytes) -> AsyncGenerator[Entry, None]:
-    """All entries with the prefix, read in pages: not one moment of the catalog, but nothing that stays is missed."""
-    after = b""
-    while entries := await kv.range(prefix, after=after, limit=SCAN_ENTRIES):
-        for entry in entries:
-            yield entry
-        after = entries[-1].key

@@ -23,8 +23,8 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import Compare, KeyValue, Unchanged
 from ckptfs.cache.catalog_records import commit, find_version, repeated, require_room
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.ids import StoreId, Vid
-from ckptfs.cache.version_recovery import scan
 from ckptfs.cache.version_states import version_step
 
 
@@ -59,7 +59,7 @@ async def with_smaller_code(
     Whole copies count by their number only: with m others besides one.
     """
     found: list[Smaller] = []
-    async with aclosing(scan(kv, VERSION_PREFIX)) as entries:
+    async with aclosing(scan(kv, VERSION_PREFIX, damaged=set())) as entries:
         async for entry in entries:
             version = unpack(Version, entry.value)
             if version.state is VersionState.PROTECTED and version.shards and entry.mod_revision > after_revision:

@@ -48,6 +48,7 @@ import trio
 
 from ckptfs.cache.admission import admit
 from ckptfs.cache.catalog_format import Inode, StoreState, Version, VersionState, unpack
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
@@ -490,6 +491,11 @@ class AgentRequests:
         if held.held is None:
             problems.append(
                 "agent.db, the index of shards, can't be read: it is made anew when the agent or the node is restarted"
+            )
+        if isinstance(agent.kv, SqliteCatalog) and (damage := agent.kv.statistics().damage):
+            problems.append(
+                f"{damage}. Its file can't be protected, repaired or rolled back, and what is replaced or deleted keeps its "
+                "space: see `The catalog` in docs/operations.md"
             )
         copy = agent.catalog_copy
         if copy is not None and copy.statistics.error:

@@ -32,8 +32,8 @@ from ckptfs.cache.catalog_format import (
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import Compare, Delete, EmptyRange, KeyValue, Unchanged
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.ids import SegmentId, Vid
-from ckptfs.cache.version_recovery import scan
 from ckptfs.replication.leadership import Leadership
 from ckptfs.replication.members import Members
 
@@ -54,9 +54,11 @@ DEAD_MAX = 10_000
 
 @dataclass
 class CollectorStatistics:
-    """`dead` as of the last walk; the others since the start. `early`: before their time, because the stores were full."""
+    """`dead` and `damaged`, records of versions that fail their checksum, as of the last walk; the others since the start.
+    `early`: before their time, because the stores were full."""
 
     dead: int = 0
+    damaged: int = 0
     reclaimed: int = 0
     early: int = 0
 
@@ -141,9 +143,10 @@ class Collector:
 
     async def _walk(self) -> tuple[Sequence[DeadVersion], Frontier]:
         dead: list[DeadVersion] = []
+        damaged: set[bytes] = set()
         closed = opened = float("inf")
         gone = {member.store for member in self._members.known() if member.state in (StoreState.LOST, StoreState.REMOVED)}
-        async with aclosing(scan(self._kv, VERSION_PREFIX)) as entries:
+        async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=damaged)) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is VersionState.DEAD:
@@ -156,6 +159,9 @@ class Collector:
                     closed = min(closed, entry.create_revision)
                 elif version.state is VersionState.OPEN:
                     opened = min(opened, entry.create_revision)
+        self.statistics.damaged = len(damaged)
+        if damaged:
+            closed = 0.0  # it may be of what was being saved before all others died
         return sorted(dead)[:DEAD_MAX], Frontier(closed, opened)
 
     async def _reclaim(self, dead: DeadVersion) -> bool:

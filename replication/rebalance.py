@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from ckptfs.cache.catalog_format import VERSION_PREFIX, ShardLayout, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.ids import StoreId, Vid
-from ckptfs.cache.version_recovery import scan
 from ckptfs.replication.members import Member, Members
 from ckptfs.replication.shard_moves import Move, Outcome, ShardMover
 
@@ -134,7 +134,7 @@ class Rebalancer:
                 statistics.last_error = next(iter(outcome.problems.values()))
 
         moves: list[Move] = []
-        async with aclosing(scan(self._kv, VERSION_PREFIX)) as entries:
+        async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=set())) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is not VersionState.PROTECTED or not version.shards:
@@ -149,7 +149,7 @@ class Rebalancer:
     async def _named(self) -> Counter[StoreId]:
         """The bytes of shards the catalog names at each store."""
         named: Counter[StoreId] = Counter()
-        async with aclosing(scan(self._kv, VERSION_PREFIX)) as entries:
+        async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=set())) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is VersionState.PROTECTED and version.shards:

@@ -24,9 +24,9 @@ from ckptfs.cache.catalog_format import (
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
-from ckptfs.cache.version_recovery import scan
 from ckptfs.replication.errors import ReplicationError
 from ckptfs.replication.home_segment import has_segment
 from ckptfs.replication.members import Member, Members
@@ -208,7 +208,7 @@ class Rebuilder:
         found: list[Exposed] = []
         left = homeless = lost_count = 0
         lost: list[InodeNumber] = []
-        async with aclosing(scan(self._kv, VERSION_PREFIX)) as entries:
+        async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=set())) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is not VersionState.PROTECTED or not version.shards:

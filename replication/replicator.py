@@ -18,7 +18,7 @@ from typing import Protocol
 import trio
 
 from ckptfs.cache.catalog_format import Version, VersionState
-from ckptfs.cache.errors import CacheError
+from ckptfs.cache.errors import CacheError, DamagedRecord
 from ckptfs.cache.ids import InodeNumber, Vid
 from ckptfs.cache.mount_db import WaitingVersion
 from ckptfs.cache.versions import ProtectedCommit
@@ -271,7 +271,11 @@ class Replicator:
 
     async def _local(self, one: WaitingVersion) -> Version | None:
         """The version's record if it is to be protected; tells the mount of one that is already."""
-        version = await self._versions.version(one.vid)
+        try:
+            version = await self._versions.version(one.vid)
+        except DamagedRecord as damage:  # the others need not wait for it
+            await self._failed([one], damage)
+            return None
         if version is not None and version.state is VersionState.PROTECTED:
             self._protected([one.vid])
             return None

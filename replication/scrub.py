@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,6 +19,7 @@ import trio
 
 from ckptfs.cache.catalog_format import VERSION_PREFIX, ShardLayout, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_kv import KeyValue
+from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import ID_SIZE, Vid
 from ckptfs.replication.agent_db import AgentDatabase
@@ -151,12 +153,13 @@ class Scrub:
         state, own = self._state, self._members.own_store
         pace = Pace(await self._rate())
         key = VERSION_PREFIX + state.after.hex().encode() if state.after else b""
-        while entries := await self._kv.range(VERSION_PREFIX, after=key, limit=PAGE_COUNT):
-            for entry in entries:
+        walk = scan(self._kv, VERSION_PREFIX, after=key, damaged=set(), page_count=PAGE_COUNT)
+        async with aclosing(walk) as entries:
+            async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is VersionState.PROTECTED and any(shard.store == own for shard in version.shards):
                     await self._look_at(vid_of_key(entry.key), pace)
-                key, state.after = entry.key, vid_of_key(entry.key)
+                state.after = vid_of_key(entry.key)
                 if trio.current_time() - self._noted_at >= NOTED_SECONDS:
                     await self._note()
         self._state = msgspec.structs.replace(

@@ -28,7 +28,7 @@ from ckptfs.cache.catalog_format import (
     VersionState,
     unpack,
 )
-from ckptfs.cache.errors import StoreError
+from ckptfs.cache.errors import DamagedRecord, StoreError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.agent_db import AgentDatabase
 from ckptfs.replication.errors import PeerRefused, ShardDamaged, ShardNotFound
@@ -117,7 +117,7 @@ class ShardSweep:
                 gone = [key for key in gone if not await self._is_unknown(key[0], await self._in_thread(self._revision_of, *key))]
             self.statistics.shards_removed += await self._remove(gone, lambda keys: self._remove_shards(keys, revision))
         for vid, index in await self._in_thread(self._shards.partials):
-            if await self._versions.version(vid) is None:
+            if not await self._is_known(vid):
                 self.statistics.partials_removed += await self._remove([(vid, index)], self._remove_partials)
         last = b""
         while copies := await self._in_thread(self._copies.list, last, PAGE_COUNT):
@@ -155,9 +155,20 @@ class ShardSweep:
                 count += await self._is_in_use(copy.vid, -1)
         return count
 
+    async def _is_known(self, vid: Vid) -> bool:
+        """Whether the catalog has a record of the version, be it a damaged one."""
+        try:
+            return await self._versions.version(vid) is not None
+        except DamagedRecord:
+            return True
+
     async def _is_in_use(self, vid: Vid, index: int) -> bool:
+        """Whether the catalog names it here; one whose record is damaged counts."""
         await trio.lowlevel.checkpoint()
-        version = await self._versions.version(vid)
+        try:
+            version = await self._versions.version(vid)
+        except DamagedRecord:
+            return True
         return version is not None and version.state is VersionState.PROTECTED and self._is_named(version, index)
 
     async def _known_catalog(self) -> int | None:
@@ -206,7 +217,7 @@ class ShardSweep:
         """Whether it is of a time the catalog doesn't know, and of no version it knows."""
         if self._recovered is None or not self._recovered.is_unknown_time(revision):
             return False
-        if await self._versions.version(vid) is not None:
+        if await self._is_known(vid):
             return False
         self._kept += 1
         return True
@@ -222,7 +233,10 @@ class ShardSweep:
     async def _is_wanted(self, vid: Vid, index: int, still_unnamed: set[tuple[Vid, int]]) -> bool:
         """Whether shard `index`, or the copy (-1), must stay."""
         await trio.lowlevel.checkpoint()
-        version = await self._versions.version(vid)
+        try:
+            version = await self._versions.version(vid)
+        except DamagedRecord:
+            return True
         if version is None:
             return False
         if version.state is not VersionState.PROTECTED or self._is_named(version, index):

@@ -1,7 +1,10 @@
 """A store that is declared lost, what becomes of the files only it had, and what its return changes: on every engine."""
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,12 +21,15 @@ from ckptfs.cache.catalog_format import (
     StoreState,
     VersionState,
     Writer,
+    inode_key,
     pack,
     store_key,
     unpack,
+    version_key,
 )
 from ckptfs.cache.catalog_kv import Put, Unchanged
-from ckptfs.cache.errors import NoSuchName, StoreError
+from ckptfs.cache.catalog_sqlite import SqliteCatalog
+from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id
 from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
 from ckptfs.cache.namespace import Created, Namespace
@@ -235,6 +241,37 @@ async def test_a_store_that_returns_before_its_files_were_rolled_back_has_lost_n
 
 
 # Removal
+
+
+async def test_a_damaged_record_keeps_no_other_file_from_being_rolled_back_and_given_back(tmp_path: Path) -> None:
+    catalogs: list[SqliteCatalog] = []
+
+    def open_sqlite(session: str | None = None) -> SqliteCatalog:
+        catalogs.append(SqliteCatalog.open(tmp_path / "catalog.db", writer_label="test", session=session))
+        return catalogs[-1]
+
+    try:
+        world = World(open_sqlite)
+        await world.start()
+        made = [await world.make(b"%d" % number) for number in range(6)]
+        for one in made:
+            await world.local(world.mine, one.ino, one.vid, 10)
+        with closing(sqlite3.connect(tmp_path / "catalog.db")) as database, database:
+            for key in (inode_key(made[0].ino), version_key(made[1].vid)):
+                database.execute("UPDATE kv SET value = x'00' WHERE key = ?", (key,))
+        rolled_back = await world.lose()
+        assert {one.ino for one in rolled_back} == {one.ino for one in made[2:]}
+        assert (await world.record()).settled
+        with pytest.raises(DamagedRecord):
+            await remove_node(world.kv, NODE, force=False)
+        returned = await world.come_back()
+        assert {(one.vid, one.reattached) for one in returned} == {(one.vid, True) for one in made[2:]}
+        await world.kv.end_session(world.label)
+        given_up = await remove_node(world.kv, NODE, force=True)
+        assert set(given_up) == {one.ino for one in made} - {made[1].ino}
+    finally:
+        for catalog in catalogs:
+            await catalog.aclose()
 
 
 async def test_a_node_that_is_up_or_unknown_is_not_removed(world: World) -> None:
