@@ -399,13 +399,13 @@ class Agent:
                 await trio.sleep(CATALOG_RETRY_SECONDS)
 
     async def _is_member(self, store: StoreId, node: NodeId) -> bool:
-        """Whether a peer's store has joined under this name, and was not removed."""
+        """Whether a peer's store has joined under this name, and was not removed. Where nobody can say, it tries again."""
         member = self.members.member(store)
         if member is not None and member.node == node:
             return member.state is not StoreState.REMOVED
         try:
             entry = await self.kv.get(store_key(store))  # it may just have joined
-        except CatalogUnavailable as error:
+        except CacheError as error:
             log.warning("peer_not_looked_up node=%s error=%s", node, error)
             return False
         record = None if entry is None else unpack(StoreRecord, entry.value)
@@ -431,7 +431,7 @@ class Agent:
                     await end_left_sessions(self.kv)
                 await self.members.refresh()
                 await self.leadership.look()
-            except CacheError as error:
+            except (CacheError, OSError) as error:
                 self.leadership.lose()
                 log.warning("members_not_refreshed error=%s", error)
             await trio.sleep(MEMBERS_SECONDS)

@@ -160,8 +160,14 @@ async def end_left_sessions(kv: SqliteCatalog) -> int:
     records = await stores(kv) if found else {}
     ended = 0
     for node, session in found.items():
-        record = records.get(session.store)
-        if record is None or StoreDirectory(Path(record[0].directory), session.store, node).is_in_use():
+        if session.store not in records:
+            continue
+        directory = records[session.store][0].directory
+        try:
+            if StoreDirectory(Path(directory), session.store, node).is_in_use():
+                continue
+        except OSError as error:  # nobody can say: a drive that fails, a directory that became something else
+            log.warning("session_not_looked_at node=%s directory=%s error=%s", node, directory, error.strerror)
             continue
         if await kv.end_session(session_label(session.store, session.incarnation)):
             log.warning("session_left node=%s store=%s: its processes are gone", node, session.store.hex())

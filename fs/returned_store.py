@@ -94,7 +94,7 @@ class ReturnedStore:
         of_version = row is not None and row.segment == version.segment
         hint = os.path.basename(row.path_hint) if row is not None and of_version else b""
         name = b"%x-%b%b" % (version.ino, vid.hex()[:8].encode(), b"-" + hint[:200] if hint else b"")
-        ino, new_vid = await self._named(name, inode, version)
+        ino, new_vid, path = await self._named(name, inode, version)
         self._segments.relabel(version.segment, ino)
         size = self._segments.size(version.segment)
         self._database.put_file(
@@ -108,12 +108,12 @@ class ReturnedStore:
         found = await find_version(self._namespace.kv, vid)
         if found is not None:
             await commit(self._namespace.kv, [Unchanged(version_key(vid), found[1])], [version_step(vid, found[0], None)])
-        log.error("conflict_set_aside inode=%d vid=%s as=/%s/%s: the file was written elsewhere meanwhile",
-                  version.ino, vid.hex(), b"/".join(CONFLICTS).decode(), os.fsdecode(name))  # fmt: skip
+        log.error("conflict_set_aside inode=%d vid=%s as=%s: the file was written elsewhere meanwhile",
+                  version.ino, vid.hex(), os.fsdecode(path))  # fmt: skip
 
-    async def _named(self, name: bytes, inode: Inode, version: Version) -> tuple[InodeNumber, Vid]:
-        """The file in the directory of conflicts, being written here, in the version's segment."""
-        directory = await self._directory()
+    async def _named(self, name: bytes, inode: Inode, version: Version) -> tuple[InodeNumber, Vid, bytes]:
+        """The file in the directory of conflicts, being written here, in the version's segment; and its path."""
+        directory, path = await self._directory()
         nameless = await self._namespace.make_nameless(directory, stat.S_IMODE(inode.mode), inode.uid, inode.gid, NO_UMASK)
         descriptor = self._segments.open_read(version.segment)
         try:
@@ -126,15 +126,24 @@ class ReturnedStore:
         except NameExists:  # made by an earlier attempt that was killed
             ino, named = await self._namespace.lookup(directory, name)
             assert named.open is not None
-            return ino, named.open
+            return ino, named.open, path + b"/" + name
         assert named.open is not None
-        return nameless.ino, named.open
+        return nameless.ino, named.open, path + b"/" + name
 
-    async def _directory(self) -> InodeNumber:
-        parent = ROOT_INODE
+    async def _directory(self) -> tuple[InodeNumber, bytes]:
+        """The directory of conflicts and its path, made unless it exists; under other names, where something else has these."""
+        parent, path = ROOT_INODE, b""
         for name in CONFLICTS:
+            parent, made = await self._made(parent, name)
+            path += b"/" + made
+        return parent, path
+
+    async def _made(self, parent: InodeNumber, name: bytes) -> tuple[InodeNumber, bytes]:
+        while True:
             try:
-                parent, _ = await self._namespace.make_directory(parent, name, 0o755, os.geteuid(), os.getegid())
+                return (await self._namespace.make_directory(parent, name, 0o755, os.geteuid(), os.getegid()))[0], name
             except NameExists:
-                parent, _ = await self._namespace.lookup(parent, name)
-        return parent
+                ino, inode = await self._namespace.lookup(parent, name)
+                if inode.is_directory:
+                    return ino, name
+                name += b"~"

@@ -14,9 +14,9 @@ from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import StoreError
 from ckptfs.cache.etcd_gateway import EtcdGateway
-from ckptfs.cache.ids import NodeId
+from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.cache.store_registry import register_store, session_label, sessions
+from ckptfs.cache.store_registry import begin_session, register_store, session_label, sessions
 from ckptfs.fs import node_session
 from ckptfs.fs.local_socket import Message, serve
 from ckptfs.fs.node_session import NodeSession, end_left_sessions
@@ -129,6 +129,23 @@ async def test_sessions_on_sqlite_end_with_the_lock(tmp_path: Path) -> None:
     os.close(lock)
     assert await end_left_sessions(kv) == 1
     assert await starts.incarnations() == []
+    await kv.aclose()
+
+
+async def test_a_store_that_can_not_be_looked_at_keeps_no_other_session(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, lambda label: SqliteCatalog.open(tmp_path / "catalog.db", writer_label="test", session=label))
+    store, lock = starts.store("a")
+    await starts.start(store)
+    (kv,) = starts.catalogs
+    assert isinstance(kv, SqliteCatalog)
+    other = SqliteCatalog.open(tmp_path / "catalog.db", writer_label="test", session=session_label(StoreId(b"m" * 16), 7))
+    await begin_session(other, NodeId("m"), StoreId(b"m" * 16), 7)
+    (tmp_path / "file").touch()
+    await register_store(kv, StoreId(b"m" * 16), NodeId("m"), "127.0.0.1:1", str(tmp_path / "file"), {})
+    os.close(lock)
+    assert await end_left_sessions(kv) == 1
+    assert await starts.incarnations() == [7]
+    await other.aclose()
     await kv.aclose()
 
 

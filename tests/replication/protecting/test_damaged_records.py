@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from ckptfs.cache.catalog_format import version_key
+from ckptfs.cache.catalog_format import store_key, version_key
+from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.cache.store_registry import register_store
 from ckptfs.replication.collector import Collector
+from ckptfs.replication.conversation import PeerIdentity
+from ckptfs.replication.errors import PeerRefused
+from ckptfs.replication.holders import Peers
+from ckptfs.replication.transport import PlainTransport
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +76,15 @@ async def test_what_waits_behind_it_is_protected(cluster: Any) -> None:
     await node.protected(saved)
     assert node.running.replicator.waiting_vids() in ([hurt.vid], [hurt.vid, saved.vid])
     assert "fails its checksum" in node.running.replicator.statistics().last_error
+
+
+async def test_a_peer_of_which_the_record_is_damaged_is_turned_away_for_now(cluster: Any) -> None:
+    store = StoreId(b"x" * 16)
+    await register_store(cluster[0].kv, store, NodeId("node-9"), "127.0.0.1:1", "/store", {})
+    damage(cluster, store_key(store))
+    address, cluster_id = cluster[1].running.address, cluster[0].running.cluster.cluster
+    peers = Peers(PlainTransport(stall_seconds=5.0), PeerIdentity(cluster_id, store, NodeId("node-9")))
+    with pytest.raises(PeerRefused, match="has not joined"):
+        await peers.ping(cluster[1].store.store_id, address)
+    await peers.aclose()
+    assert (await cluster[1].ask("status"))["node"] == "node-1"
