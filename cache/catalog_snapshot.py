@@ -13,11 +13,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ckptfs.cache.catalog_archive import ArchiveHeader, Record
-from ckptfs.cache.catalog_connection import BUSY_SECONDS_MAX, check_identity, connect, guarded
+from ckptfs.cache.catalog_connection import BUSY_SECONDS_MAX, check_identity, connect, guarded, translated
 from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_format import FORMAT_KEY, SETTINGS_KEY, Settings, check_format, unpack
 from ckptfs.cache.catalog_rows import newest_revision
-from ckptfs.cache.errors import DamagedData, StoreError
+from ckptfs.cache.errors import CacheError, CatalogUnavailable, DamagedData, StoreError
 
 REPLICA_LAYOUT = 1
 
@@ -45,14 +45,14 @@ def of_catalog_file(path: Path) -> Iterator[Snapshot]:
         raise StoreError(f"the catalog {path} does not exist")
     with closing(guarded(os.fspath(path), lambda: connect(os.fspath(path)))) as connection:
         connection.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS_MAX * 1000)}")
-        if not check_identity(os.fspath(path), connection):
+        if not guarded(os.fspath(path), lambda: check_identity(os.fspath(path), connection)):
             raise StoreError(f"the catalog {path} is empty")
         yield from _snapshot(connection, f"the catalog {path}", newest_revision)
 
 
 @contextlib.contextmanager
 def of_replica(path: Path) -> Iterator[Snapshot]:
-    """What a node has of a catalog on etcd (`replica.db`). Raises `StoreError`, `DamagedData`."""
+    """What a node has of a catalog on etcd (`replica.db`). Raises `StoreError`, `DamagedData`, `CatalogUnavailable`."""
     where = f"the replica {path}"
     if not path.exists():
         raise StoreError(f"{where} does not exist")
@@ -78,8 +78,8 @@ def _snapshot(connection: sqlite3.Connection, where: str, revision_of: Callable[
         connection.execute("BEGIN")
         revision = revision_of(connection)
         few = dict(_checked(connection, where, " WHERE key>=x'632f' AND key<x'6330'"))  # c/
-    except sqlite3.DatabaseError as error:
-        raise DamagedData(f"{where} is damaged ({error})") from None
+    except sqlite3.Error as error:
+        raise _meaning(where, error) from None
     yield Snapshot(header_of(few, revision, where), _checked(connection, where))
 
 
@@ -89,8 +89,14 @@ def _checked(connection: sqlite3.Connection, where: str, some: str = "") -> Iter
             if not (isinstance(key, bytes) and isinstance(value, bytes) and crc32(value, crc32(key)) == check_sum):
                 raise DamagedData(f"{where}: record {key!r} is not what was written")
             yield key, value
-    except sqlite3.DatabaseError as error:
-        raise DamagedData(f"{where} is damaged ({error})") from None
+    except sqlite3.Error as error:
+        raise _meaning(where, error) from None
+
+
+def _meaning(where: str, error: sqlite3.Error) -> CacheError:
+    if isinstance(translated(where, error), DamagedData):
+        return DamagedData(f"{where} is damaged ({error})")
+    return CatalogUnavailable(f"{where} can't be read now ({error})")
 
 
 async def of_etcd(catalog: EtcdCatalog) -> Snapshot:

@@ -4,6 +4,7 @@ The vector is format version 1: it never changes.
 """
 
 import io
+import sqlite3
 import stat
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.cache import catalog_archive
+from ckptfs.cache import catalog_archive, catalog_snapshot
 from ckptfs.cache.catalog_archive import ArchiveHeader, ArchiveReader, open_archive, packed, write_archive
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.catalog_fill import batches, fill, recovery_from
@@ -287,3 +288,23 @@ def test_what_is_no_catalog_gives_no_snapshot(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x" * 8192)
     with pytest.raises((StoreError, DamagedData, CatalogUnavailable)), of_catalog_file(tmp_path / "other"):
         pass
+
+
+async def test_a_file_the_drive_does_not_give_gives_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of SQLite's own would end the agent that makes the copy."""
+    path = tmp_path / "catalog.db"
+    kv = SqliteCatalog.open(path, writer_label="test")
+    await a_tree(kv, 10)
+    await kv.aclose()
+
+    def fail(*_: object) -> bool:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog_snapshot, "check_identity", fail)
+        with pytest.raises(StoreError, match="disk I/O error"), of_catalog_file(path):
+            pass
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog_snapshot, "newest_revision", fail)
+        with pytest.raises(CatalogUnavailable, match="can't be read now"), of_catalog_file(path):
+            pass
