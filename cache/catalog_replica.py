@@ -25,6 +25,7 @@ import trio
 
 from ckptfs.cache.catalog_etcd import EtcdCatalog, prefix_end
 from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult
+from ckptfs.cache.catalog_rows import is_right
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
 from ckptfs.cache.session_fence import SessionFence
 
@@ -162,7 +163,7 @@ class ReplicatedCatalog:
 
     def _entry(self, row: tuple[bytes, bytes, int, int, int]) -> Entry:
         key, value, created, modified, check_sum = row
-        if crc32(value, crc32(key)) != check_sum:
+        if not is_right(key, value, check_sum):
             self._load_anew()
             raise DamagedData(f"the replica {self._path} has a damaged record; it is made anew from the catalog")
         return Entry(key, value, created, modified)

@@ -144,13 +144,17 @@ def read_log(revision: int, connection: sqlite3.Connection) -> list[tuple[int, b
     ).fetchall()
 
 
+def is_right(key: bytes, value: bytes, check_sum: int) -> bool:
+    """Whether a row is as it was written. In a damaged page its fields may be anything."""
+    try:
+        return crc32(value, crc32(key)) == check_sum
+    except TypeError:
+        return False
+
+
 def _checked(row: Row) -> Entry:
     key, value, created, modified, check_sum = row
-    try:
-        right = crc32(value, crc32(key)) == check_sum
-    except TypeError:  # in a damaged page they may be anything
-        right = False
-    if not right:
+    if not is_right(key, value, check_sum):
         raise DamagedRecord(key, f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
     return Entry(key, value, created, modified)
 

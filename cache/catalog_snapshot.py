@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 from ckptfs.cache.catalog_archive import ArchiveHeader, Record
 from ckptfs.cache.catalog_connection import BUSY_SECONDS_MAX, check_identity, connect, guarded, translated
 from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_format import FORMAT_KEY, SETTINGS_KEY, Settings, check_format, unpack
-from ckptfs.cache.catalog_rows import newest_revision
+from ckptfs.cache.catalog_rows import is_right, newest_revision
 from ckptfs.cache.errors import CacheError, CatalogUnavailable, DamagedData, StoreError
 
 REPLICA_LAYOUT = 1
@@ -86,7 +85,7 @@ def _snapshot(connection: sqlite3.Connection, where: str, revision_of: Callable[
 def _checked(connection: sqlite3.Connection, where: str, some: str = "") -> Iterator[Record]:
     try:
         for key, value, check_sum in connection.execute(f"SELECT key, value, check_sum FROM kv{some} ORDER BY key"):
-            if not (isinstance(key, bytes) and isinstance(value, bytes) and crc32(value, crc32(key)) == check_sum):
+            if not is_right(key, value, check_sum):
                 raise DamagedData(f"{where}: record {key!r} is not what was written")
             yield key, value
     except sqlite3.Error as error:
