@@ -37,6 +37,7 @@ from ckptfs.cache.catalog_kv import (
     TransactionResult,
     Unchanged,
     check_transaction,
+    prefix_end,
 )
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, SessionEnded
 from ckptfs.cache.etcd_gateway import (
@@ -462,12 +463,6 @@ class EtcdCatalog:
 def lease_of(session: str) -> int:
     """The id of a session's lease: 63 bits of its label's SHA-256, never 0."""
     return int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) >> 1 | 1
-
-
-def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all those that begin with the prefix, as etcd's `range_end`."""
-    stripped = prefix.rstrip(b"\xff")
-    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
 
 
 def _compare_revision(key: bytes, revision: int) -> dict[str, Any]:

@@ -64,6 +64,13 @@ class Delete(NamedTuple):
 
 Operation = Put | Delete
 
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The smallest key greater than every key with this prefix. Keys are ASCII up to names, so 0xff x 300 is past all of them."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\xff" * 300
+
+
 COMPARES_MAX = 120
 OPERATIONS_MAX = 120
 """Limits of one transaction: etcd's 128, less what an engine adds; a key may appear once among the operations."""

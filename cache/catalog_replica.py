@@ -23,8 +23,8 @@ from zlib import crc32
 
 import trio
 
-from ckptfs.cache.catalog_etcd import EtcdCatalog, prefix_end
-from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult
+from ckptfs.cache.catalog_etcd import EtcdCatalog
+from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult, prefix_end
 from ckptfs.cache.catalog_rows import is_right
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
 from ckptfs.cache.session_fence import SessionFence
@@ -141,7 +141,7 @@ class ReplicatedCatalog:
         # In pieces: other requests are answered between them.
         while limit is None or len(found) < limit:
             at_once = ROWS_INLINE if limit is None else min(limit - len(found), ROWS_INLINE)
-            rows = self._read(_RANGE, [first, _end(prefix), at_once])
+            rows = self._read(_RANGE, [first, prefix_end(prefix), at_once])
             found += map(self._entry, rows)
             if len(rows) < at_once:
                 break
@@ -151,7 +151,7 @@ class ReplicatedCatalog:
 
     async def count(self, prefix: bytes) -> int:
         await self._loaded()
-        ((count,),) = self._read(_COUNT, [prefix, _end(prefix)])
+        ((count,),) = self._read(_COUNT, [prefix, prefix_end(prefix)])
         return int(count)
 
     def _read(self, statement: str, parameters: Sequence[bytes | int]) -> list[Any]:
@@ -321,8 +321,3 @@ class ReplicatedCatalog:
                 await self._ended.wait()
         await self._origin.aclose()
         self._connection.close()
-
-
-def _end(prefix: bytes) -> bytes:
-    """What is greater than every key with the prefix; keys have at most some hundred bytes."""
-    return prefix_end(prefix) if prefix else b"\xff" * 600

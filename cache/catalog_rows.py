@@ -9,7 +9,17 @@ from zlib import crc32
 
 import msgspec
 
-from ckptfs.cache.catalog_kv import Compare, EmptyRange, Entry, Operation, Present, Put, TransactionResult, Unchanged
+from ckptfs.cache.catalog_kv import (
+    Compare,
+    EmptyRange,
+    Entry,
+    Operation,
+    Present,
+    Put,
+    TransactionResult,
+    Unchanged,
+    prefix_end,
+)
 from ckptfs.cache.errors import DamagedRecord
 from ckptfs.cache.record_cache import MISSING, RecordCache, Written
 from ckptfs.cache.session_fence import SessionFence
@@ -157,12 +167,6 @@ def _checked(row: Row) -> Entry:
     if not is_right(key, value, check_sum):
         raise DamagedRecord(key, f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
     return Entry(key, value, created, modified)
-
-
-def prefix_end(prefix: bytes) -> bytes:
-    """The smallest key greater than every key with this prefix. Keys are ASCII up to names, so 0xff x 300 is past all of them."""
-    stripped = prefix.rstrip(b"\xff")
-    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\xff" * 300
 
 
 def count_checkpoint(connection: sqlite3.Connection) -> None:

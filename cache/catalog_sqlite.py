@@ -46,6 +46,7 @@ from ckptfs.cache.catalog_kv import (
     Operation,
     TransactionResult,
     check_transaction,
+    prefix_end,
 )
 from ckptfs.cache.catalog_maintenance import CatalogMaintenance, checkpoint
 from ckptfs.cache.catalog_rows import (
@@ -53,7 +54,6 @@ from ckptfs.cache.catalog_rows import (
     apply_changes,
     log_events,
     newest_revision,
-    prefix_end,
     read_entries,
     read_entry,
     read_log,
