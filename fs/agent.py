@@ -374,7 +374,7 @@ class Agent:
             await self._rebalance.wait()
             try:
                 await self.rebalancer.rebalance()
-            except CacheError as error:
+            except (CacheError, OSError) as error:
                 log.warning("rebalance_cut_off error=%s", error)
             self._rebalance = trio.Event()
 

@@ -391,7 +391,7 @@ class AgentRequests:
 
     async def _rebalance(self, request: Message) -> Message:
         self._agent.rebalance()
-        return {}
+        return {"life": self._agent.rebalancer.life}
 
     async def _held(self, request: Message) -> Message:
         return {"named": await self._agent.sweep.named_count()}
@@ -526,7 +526,7 @@ class AgentRequests:
             },
             "raiser": asdict(agent.raiser.statistics),
             "rebuild": asdict(agent.rebuilder.statistics),
-            "rebalance": asdict(agent.rebalancer.statistics) | {"running": agent.is_rebalancing},
+            "rebalance": asdict(agent.rebalancer.statistics) | {"running": agent.is_rebalancing, "life": agent.rebalancer.life},
             "scrub": _scrub(agent.scrub.statistics()),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),

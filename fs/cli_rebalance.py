@@ -23,19 +23,27 @@ def rebalance(
 ) -> None:
     """Move shards from full nodes to empty ones, and wait for it. Exit code 1 if some could not be moved. Without WHERE: here."""
     place = _first_that_answers(places_for(where) or [place_of_path(where or Path())])
-    place.ask("agent", {"do": "rebalance"})
+    life = place.ask("agent", {"do": "rebalance"})["life"]
     while (statistics := place.ask("agent", {"do": "status"})["rebalance"])["running"]:
         time.sleep(POLL_SECONDS)
     if as_json:
         print_json({"node": place.id, **statistics})
     else:
         _print(statistics)
+    if why := not_done(life, statistics):
+        raise NotReached(why, reported=as_json)
+
+
+def not_done(life: str, statistics: dict[str, Any]) -> str:
+    """Why not all was moved by the agent that was asked to; empty if it was."""
+    if statistics["life"] != life:
+        return "its agent was started anew before it was done; no shard is lost by that: run it again"
     if statistics["failed"]:
-        raise NotReached(
+        return (
             f"{statistics['failed']} shards could not be moved, the last one because of: {statistics['last_error']}; where they "
-            "are they are safe",
-            reported=as_json,
+            "are they are safe"
         )
+    return ""
 
 
 def _first_that_answers(places: list[Place]) -> Place:

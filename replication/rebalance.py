@@ -8,6 +8,7 @@ One shard of a version at a time, and to one store that is chosen for it: the ve
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from ckptfs.cache.catalog_format import VERSION_PREFIX, ShardLayout, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_scan import scan
+from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.members import Member, Members
 from ckptfs.replication.shard_moves import Move, Outcome, ShardMover
@@ -31,7 +33,7 @@ MOVES_MAX = 500
 
 @dataclass
 class RebalanceStatistics:
-    """Of the run under way, or the last one. `fill` is how full each live store is, 0 to 1, as of its begin, then of its end."""
+    """Of the run under way, or the last one. `before` and `after` it: how full each live store was, 0 to 1."""
 
     running: bool = False
     moved_shards: int = 0
@@ -98,6 +100,8 @@ class Rebalancer:
 
     def __init__(self, kv: KeyValue, members: Members, mover: ShardMover, may_repair: Callable[[], Awaitable[bool]]) -> None:
         """`may_repair`: whether the catalog can be trusted (R9)."""
+        self.life = os.urandom(8).hex()
+        """Names this object: what another of the same node says is of other runs."""
         self._may_repair = may_repair
         self.statistics = RebalanceStatistics()
         self._kv = kv
@@ -117,6 +121,9 @@ class Rebalancer:
             statistics.before = self._by_node(balance)
             await self._move(balance, statistics)
             statistics.after = self._by_node(Balance(await self._named(), await self._members.refresh(everyone=True)))
+        except (CacheError, OSError) as error:
+            statistics.failed, statistics.last_error = statistics.failed + 1, f"it was cut off: {error}"
+            raise
         finally:
             statistics.running = False
         logger.warning(

@@ -1,14 +1,18 @@
 """Nodes that were added get shards of what there is, and no file has a shard less on the way."""
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
+from ckptfs.fs.cli_rebalance import not_done
 from ckptfs.replication.members import Member
-from ckptfs.replication.rebalance import Balance
+from ckptfs.replication.rebalance import Balance, Rebalancer
 
 STORES = [StoreId(bytes([number]) * 16) for number in range(1, 9)]
 GIB = 1 << 30
@@ -76,6 +80,33 @@ def test_stores_that_are_away_neither_give_nor_take() -> None:
     ]
     balance = Balance(dict.fromkeys(STORES[:6], 80 * GIB), members)
     assert balance.move(vid(1), version([0, 1, 2, 3, 4, 5])) is None
+
+
+async def test_a_run_that_was_cut_off_is_not_called_done() -> None:
+    async def away() -> bool:
+        raise CatalogUnavailable("not now")
+
+    unused: Any = None
+    rebalancer = Rebalancer(unused, unused, unused, away)
+    with pytest.raises(CatalogUnavailable):
+        await rebalancer.rebalance()
+    statistics = asdict(rebalancer.statistics) | {"life": rebalancer.life}
+    assert not statistics["running"]
+    assert "it was cut off: not now" in not_done(rebalancer.life, statistics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+async def test_an_agent_that_was_started_anew_does_not_answer_for_the_run_before(cluster: Any) -> None:
+    node = cluster[0]
+    life = (await node.ask("rebalance"))["life"]
+    with trio.fail_after(60):
+        while (statistics := (await node.ask("status"))["rebalance"])["running"]:
+            await trio.sleep(0.01)
+    assert not_done(life, statistics) == ""
+    await node.down()
+    await node.up()
+    assert "started anew" in not_done(life, (await node.ask("status"))["rebalance"])
 
 
 @pytest.mark.slow
