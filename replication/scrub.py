@@ -81,7 +81,7 @@ class ScrubStatistics:
 
 
 class Scrub:
-    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never."""
+    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never. Making one reads the index."""
 
     def __init__(
         self,
@@ -108,9 +108,8 @@ class Scrub:
         self._period_seconds = period_seconds
         self._bytes_per_second_max = bytes_per_second_max
         self._limiter = trio.CapacityLimiter(1)
-        self._state = ScrubState()
+        self._state = _noted_state(index)
         self._noted_at = 0.0
-        self._remembers = False
         self._one_at_a_time = trio.Lock()
 
     def statistics(self) -> ScrubStatistics:
@@ -119,8 +118,6 @@ class Scrub:
         return ScrubStatistics(msgspec.structs.replace(state, counts=msgspec.structs.replace(state.counts)), progress)
 
     async def run(self) -> None:
-        async with self._one_at_a_time:
-            await self._remember()
         while True:
             wait_seconds = self._wait_seconds()
             if wait_seconds > 0:
@@ -144,7 +141,6 @@ class Scrub:
     async def pass_over(self) -> None:
         """Go on with the pass under way, or begin one, to its end. Raises `CacheError`, `sqlite3.Error`."""
         async with self._one_at_a_time:
-            await self._remember()
             await self._pass_over()
 
     async def _pass_over(self) -> None:
@@ -253,22 +249,20 @@ class Scrub:
 
     # ---- what is remembered
 
-    async def _remember(self) -> None:
-        if self._remembers:
-            return
-        self._remembers = True
-        with contextlib.suppress(sqlite3.Error):
-            noted = await trio.to_thread.run_sync(self._index.fact, FACT, limiter=self._limiter)
-            if noted is not None:
-                with contextlib.suppress(msgspec.DecodeError):
-                    state = msgspec.json.decode(noted, type=ScrubState)
-                    if len(state.after) in (0, ID_SIZE):
-                        self._state = state
-
     async def _note(self) -> None:
         self._noted_at = trio.current_time()
         with contextlib.suppress(sqlite3.OperationalError):  # full, or read-only: the pass goes on
             await trio.to_thread.run_sync(self._index.set_fact, FACT, msgspec.json.encode(self._state), limiter=self._limiter)
+
+
+def _noted_state(index: AgentDatabase) -> ScrubState:
+    """What an earlier process noted; a new one where there is nothing, or nothing that makes sense."""
+    with contextlib.suppress(sqlite3.Error, msgspec.DecodeError):
+        noted = index.fact(FACT)
+        state = ScrubState() if noted is None else msgspec.json.decode(noted, type=ScrubState)
+        if len(state.after) in (0, ID_SIZE):
+            return state
+    return ScrubState()
 
 
 def scrub_problems(state: ScrubState) -> list[str]:
