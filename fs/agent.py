@@ -104,9 +104,16 @@ class AgentSettings:
     catalog_copy_seconds: float = COPY_SECONDS
 
 
-async def nothing_open() -> NotClosed | None:
-    """For agents without a mount."""
-    return NotClosed(0, 0)
+class NoMount:
+    """In the place of what a mount does, for agents without one."""
+
+    @staticmethod
+    async def settle() -> None:
+        return
+
+    @staticmethod
+    async def not_closed() -> NotClosed | None:
+        return NotClosed(0, 0)
 
 
 class Agent:
@@ -126,8 +133,8 @@ class Agent:
         now_ns: Callable[[], int],
         settings: AgentSettings | None = None,
         *,
-        settle: Callable[[], Awaitable[None]] | None = None,
-        not_closed: Callable[[], Awaitable[NotClosed | None]] = nothing_open,
+        settle: Callable[[], Awaitable[None]] = NoMount.settle,
+        not_closed: Callable[[], Awaitable[NotClosed | None]] = NoMount.not_closed,
         answer_call: AnswerCall = no_mount,
     ) -> None:
         """`settle` has the mount seal what is closed, without waiting whether it is opened again; `not_closed` asks it what isn't
@@ -186,7 +193,7 @@ class Agent:
             on_protected,
             on_smaller=lambda: self.raiser.look_again(),
         )
-        self.drain = Drain(kv, self.replicator, local_versions, settle or _no_mount, not_closed, self._has_peers)
+        self.drain = Drain(kv, self.replicator, local_versions, settle, not_closed, self._has_peers)
         self.read_repair = ReadRepair(self._repair_read)
         # Who reads for a program has what is wrong repaired; who verifies says what is wrong, and leaves it.
         self.reader = StripeReader(
@@ -345,7 +352,7 @@ class Agent:
         self._hurried.set()
 
     async def _settle_when_hurried(self) -> None:
-        while self._settle is not None:
+        while True:
             await self._hurried.wait()
             self._hurried = trio.Event()
             await self._settle()
@@ -501,10 +508,6 @@ class Agent:
     async def _is_wanted(self, vid: Vid) -> bool:
         version = await self.versions.version(vid)
         return version is not None and version.state is not VersionState.DEAD
-
-
-async def _no_mount() -> None:
-    return
 
 
 async def _started(nursery: trio.Nursery, serve: Callable[..., Awaitable[None]], address: str) -> object:
