@@ -87,11 +87,6 @@ class Peers:
         """For calls to a home. Those that take long, syncs, keep no others waiting."""
         return (self._calling_long if is_long else self._calling).client(store, address)
 
-    def sent_and_received_bytes(self) -> tuple[int, int]:
-        """Since the start, over all connections."""
-        pools = [pool.statistics() for pool in self._pools]
-        return sum(pool.sent_bytes for pool in pools), sum(pool.received_bytes for pool in pools)
-
     async def aclose(self) -> None:
         for pool in self._pools:
             await pool.aclose()

@@ -8,8 +8,6 @@ one whose agent hangs while its session lives (SQLite) loses it to the next that
 import logging
 from collections.abc import Callable
 
-import trio
-
 from ckptfs.cache.catalog_format import FORMAT_VERSION, LEADER_KEY, Session, pack, unpack
 from ckptfs.cache.catalog_kv import Delete, KeyValue, Put, Unchanged
 from ckptfs.cache.ids import StoreId
@@ -31,7 +29,6 @@ class Leadership:
         self._own = Session(FORMAT_VERSION, store, incarnation)
         self._seconds_away = seconds_away
         self._revision = 0
-        self._since = 0.0
         self.leader: StoreId | None = None
         """The store whose agent leads, None if none did."""
 
@@ -45,10 +42,6 @@ class Leadership:
         if not self._revision:
             raise ValueError("this agent does not lead: it has nothing to decide")
         return Unchanged(LEADER_KEY, self._revision)
-
-    def seconds_held(self) -> float:
-        """For how long this agent has led, by its own monotonic clock; 0 if it doesn't."""
-        return trio.current_time() - self._since if self.is_held else 0.0
 
     async def look(self) -> bool:
         """Lead if nobody does; whether this agent does now. Raises `CatalogUnavailable`."""
@@ -64,7 +57,7 @@ class Leadership:
                 [Unchanged(LEADER_KEY, before)], [Put(LEADER_KEY, pack(self._own), bound_to_session=True)]
             )
             if taken.succeeded:
-                self._revision, self._since, self.leader = taken.revision, trio.current_time(), self._own.store
+                self._revision, self.leader = taken.revision, self._own.store
                 log.info("leader revision=%d before=%s", taken.revision, holder and holder.store.hex())
         return self.is_held
 

@@ -46,7 +46,6 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from ckptfs.cache.checksum import HASH_SIZE
 from ckptfs.cache.ids import ID_SIZE
 from ckptfs.replication.errors import ProtocolViolation
 from ckptfs.replication.frame_format import HEADER_SIZE_MAX, PAYLOAD_SIZE_MAX
@@ -68,8 +67,6 @@ FOOTER_PART_BYTES = 1 << 20
 
 HASHES_MAX = 4096
 """Of so many cells one answer has the hashes: 4 GiB of a large file, which a drive gives in seconds."""
-
-HASHES_SIZE_MAX = HASHES_MAX * HASH_SIZE
 
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
 ShardIndex = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ckptfs.cache.catalog_format import VERSION_PREFIX, ShardLayout, Version, VersionState, unpack, vid_of_key
+from ckptfs.cache.catalog_format import VERSION_PREFIX, Version, VersionState, unpack, vid_of_key
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import CacheError
 from ckptfs.cache.ids import StoreId, Vid
 from ckptfs.replication.members import Member, Members
-from ckptfs.replication.shard_moves import Move, Outcome, ShardMover
+from ckptfs.replication.shard_moves import Move, Outcome, ShardMover, shard_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,6 @@ class Balance:
             self.excess[taker] += size
             return Move(vid, version, (index,), frozenset(self._members) - {taker})
         return None
-
-
-def shard_bytes(version: Version) -> int:
-    """What one shard of the version takes, about."""
-    return version.size if version.layout is ShardLayout.COPIES else -(-version.size // version.data_shards)
 
 
 class Rebalancer:

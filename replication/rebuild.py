@@ -30,7 +30,7 @@ from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.replication.errors import ReplicationError
 from ckptfs.replication.home_segment import has_segment
 from ckptfs.replication.members import Member, Members
-from ckptfs.replication.shard_moves import Move, Outcome, ShardMover
+from ckptfs.replication.shard_moves import Move, Outcome, ShardMover, shard_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,6 @@ class Rebuilder:
         *,
         look_seconds: float,
         may_repair: Callable[[], Awaitable[bool]],
-        leaving: Callable[[list[Member]], frozenset[StoreId]] = leaving_stores,
     ) -> None:
         self.statistics = RebuildStatistics()
         self._kv = kv
@@ -117,7 +116,6 @@ class Rebuilder:
         self._is_leader = is_leader
         self._look_seconds = look_seconds
         self._may_repair = may_repair
-        self._leaving = leaving
         self._done_with: tuple[frozenset[StoreId], ...] | None = None
         self._not_before = self._refused_until = 0.0
         self._pause_seconds = look_seconds
@@ -138,7 +136,7 @@ class Rebuilder:
     async def look(self) -> None:
         """Move what is to move, if there is anything and this node is to do it. Raises `CacheError`."""
         members = await self._members.refresh()
-        leaving = self._leaving(members)
+        leaving = leaving_stores(members)
         if not self._is_leader():
             self.statistics = self.statistics.begun_anew()
             self._done_with = None
@@ -182,7 +180,7 @@ class Rebuilder:
             if outcome is None:  # the next walk shows what is left of it
                 return
             statistics.rebuilt_shards += len(outcome.stores)
-            statistics.rebuilt_bytes += len(outcome.stores) * _shard_bytes(move.version)
+            statistics.rebuilt_bytes += len(outcome.stores) * shard_bytes(move.version)
             statistics.left -= not outcome.problems
             if outcome.problems:
                 stuck.add(move.vid)
@@ -252,7 +250,3 @@ class Rebuilder:
 
 def _order(one: Exposed) -> tuple[int, int, Vid]:
     return one[:3]
-
-
-def _shard_bytes(version: Version) -> int:
-    return version.size if version.layout is ShardLayout.COPIES else -(-version.size // version.data_shards)

@@ -45,6 +45,11 @@ Outcome = Rebuilt | None
 """None: the version was replaced or deleted, or somebody else moved its shards."""
 
 
+def shard_bytes(version: Version) -> int:
+    """What one shard of the version takes, about."""
+    return version.size if version.layout is ShardLayout.COPIES else -(-version.size // version.data_shards)
+
+
 class CopyReader(Protocol):
     """What is needed of `stripe_reader.StripeReader`."""
 
