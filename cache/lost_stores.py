@@ -1,10 +1,11 @@
 """What a store that is lost takes with it, and how its return undoes that (R8, R10). Pure.
 
 The leader declares a store lost, and only while its node has no session. Then for each file whose newest content only that store
-had, one transaction shows what it had before: the newest of its versions that another store has, `rolled_back_from` naming what
-is gone; or the file is `lost` where there is none. The version's key stays: a store that returns gives its files back what nobody
-touched since. What it has besides of files that are still there is told to the caller (`fs/returned_store.py` makes files of
-their own of it): it never replaces newer content. What was removed meanwhile stays removed.
+had, one transaction shows what is left of it: the prefix that readers have while it holds (R16), else the newest of its versions
+that another store has, `rolled_back_from` naming what is gone; or the file is `lost` where there is none. A prefix that doesn't
+hold is a part of what was closed, and only better than nothing. The version's key stays: a store that returns gives its files
+back what nobody touched since. What it has besides of files that are still there is told to the caller (`fs/returned_store.py`
+makes files of their own of it): it never replaces newer content. What was removed meanwhile stays removed.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -16,7 +17,6 @@ import msgspec
 
 from ckptfs.cache.catalog_format import (
     BLOCKS_UNKNOWN,
-    Inode,
     Session,
     Store,
     StoreState,
@@ -37,7 +37,7 @@ from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import end_versions
 from ckptfs.cache.store_registry import stores
-from ckptfs.cache.version_recovery import versions_at_home
+from ckptfs.cache.version_recovery import newest_left, versions_at_home
 from ckptfs.cache.version_states import version_step
 
 HOME_ONLY = (VersionState.OPEN, VersionState.LOCAL)
@@ -114,17 +114,26 @@ async def _attempt_roll_back(
         Unchanged(version_key(vid), found[1]),
     ]
     operations: list[Operation] = []
-    # What was closed rather than what was being written: it is whole.
+    unfinished = None if inode.open is None else await find_version(kv, inode.open)
+    if unfinished is not None and unfinished[0].home != store:
+        return None  # it is written elsewhere now: that is newer than what is gone
+    shown = inode.prefix if inode.prefix_holds else None
+    left = await newest_left(kv, (shown, inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix), known)
     closed = None if inode.cur is None else await find_version(kv, inode.cur)
-    gone = inode.cur if inode.cur is not None and closed is not None and _only_at(closed[0], store) else vid
-    if inode.open is not None and gone != inode.open:
-        unfinished = await find_version(kv, inode.open)
-        if unfinished is not None and unfinished[0].home != store:
-            return None  # it is written elsewhere now: that is newer than what is gone
-    left = await _best_left(kv, inode, known)
+    if left is not None and left[0] == shown:
+        gone = inode.open  # which the prefix is a part of
+    elif closed is not None and _only_at(closed[0], store):
+        gone = inode.cur  # what was closed rather than what was being written: it is whole
+    else:
+        gone = vid
+    assert gone is not None
+    older = [] if left is None or left[0] != inode.prefix else [inode.cur, inode.prev_local, inode.prot, inode.prev]
+    replaced = [one for one in older if one != gone and await newest_left(kv, (one,), known)]
+    ended = await end_versions(kv, replaced, 0)
     inode, ending = await without_prefix(kv, inode)
-    compares += ending.plan.compares
-    operations += ending.plan.operations
+    for plan in (ended.plan, ending.plan):
+        compares += plan.compares
+        operations += plan.operations
     changed = msgspec.structs.replace(inode, open=None, writer=None, epoch=inode.epoch + 1, rolled_back_from=gone, cur=None)
     if left is None:
         changed = msgspec.structs.replace(changed, lost=True)
@@ -136,9 +145,9 @@ async def _attempt_roll_back(
             changed,
             cur=left_vid,
             prot=left_vid if protected else changed.prot,
-            prev=None if left_vid == changed.prev else changed.prev,
+            prev=None if changed.prev in (left_vid, *replaced) else changed.prev,
             prefix=None if left_vid == changed.prefix else changed.prefix,
-            prev_local=None if left_vid == changed.prev_local else changed.prev_local,
+            prev_local=None if changed.prev_local in (left_vid, *replaced) else changed.prev_local,
             size=left_version.size,
             blocks=BLOCKS_UNKNOWN,
         )
@@ -150,20 +159,6 @@ async def _attempt_roll_back(
 
 def _only_at(version: Version, store: StoreId) -> bool:
     return version.home == store and version.state in HOME_ONLY
-
-
-async def _best_left(kv: KeyValue, inode: Inode, known: Mapping[StoreId, Store]) -> tuple[Vid, Version, int] | None:
-    """The newest of the file's versions that doesn't need a store that is gone; whether its shards can be read is not asked."""
-    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix):
-        found = None if vid is None else await find_version(kv, vid)
-        if vid is None or found is None:
-            continue
-        version = found[0]
-        home = known.get(version.home)
-        at_home = version.state is VersionState.LOCAL and home is not None and home.state in (StoreState.IN, StoreState.DRAINING)
-        if version.state is VersionState.PROTECTED or at_home:
-            return vid, *found
-    return None
 
 
 # Return

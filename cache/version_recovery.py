@@ -1,6 +1,6 @@
 """What a node does with its versions when it comes back: those whose bytes are gone go, and the rest is found. Pure."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from ckptfs.cache.catalog_format import (
     VERSION_PREFIX,
     DirectoryEntry,
     Inode,
+    Store,
+    StoreState,
     Version,
     VersionState,
     entry_of_key,
@@ -120,6 +122,22 @@ async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> 
                 await repeated(partial(attempt_unlink, kv, directory, name, now_ns))
             except NoSuchName:
                 continue
+
+
+async def newest_left(
+    kv: KeyValue, vids: Iterable[Vid | None], known: Mapping[StoreId, Store]
+) -> tuple[Vid, Version, int] | None:
+    """The first of these versions that doesn't need a store that is gone; whether its shards can be read is not asked."""
+    for vid in vids:
+        found = None if vid is None else await find_version(kv, vid)
+        if vid is None or found is None:
+            continue
+        version = found[0]
+        home = known.get(version.home)
+        at_home = version.state is VersionState.LOCAL and home is not None and home.state in (StoreState.IN, StoreState.DRAINING)
+        if version.state is VersionState.PROTECTED or at_home:
+            return vid, *found
+    return None
 
 
 async def versions_at_home(

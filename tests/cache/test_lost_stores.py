@@ -30,9 +30,10 @@ from ckptfs.cache.catalog_format import (
 from ckptfs.cache.catalog_kv import Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
 from ckptfs.cache.namespace import Created, Namespace
+from ckptfs.cache.prefixes import Prefix, begin_prefix, void_prefix
 from ckptfs.cache.store_registry import begin_session, register_store, session_label
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
@@ -82,6 +83,17 @@ class World:
         if size is not None:
             await self.local(versions, ino, opened.vid, size)
         return opened.vid
+
+    async def protected_prefix(self, ino: InodeNumber, vid: Vid, size: int) -> Vid:
+        """Of what is being written at the store that gets lost."""
+        prefix = Prefix(new_vid(), size, b"r" * 16, 4096, 600, await self.tree.inode(ino))
+        assert await begin_prefix(self.kv, GONE, ino, vid, prefix)
+        await self.protect(ino, prefix.vid)
+        return prefix.vid
+
+    async def state(self, vid: Vid) -> VersionState | None:
+        version = await self.mine.version(vid)
+        return None if version is None else version.state
 
     async def lose(self) -> list[RolledBack]:
         await self.kv.end_session(self.label)
@@ -176,6 +188,60 @@ async def test_what_another_node_is_writing_is_not_touched(world: World) -> None
     assert (inode.open, inode.cur) == (theirs, made.vid)
     await world.local(world.theirs, made.ino, theirs, 30)
     assert (await world.inode(made.ino)).cur == theirs
+
+
+@pytest.mark.parametrize("begun", ["carried on", "anew"])
+async def test_readers_keep_the_prefix_they_had(world: World, begun: str) -> None:
+    """It is newer than the protected version, and the next save that is protected would have ended it."""
+    made = await world.make(b"log")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    segment = new_segment_id() if begun == "anew" else None
+    opened = await world.mine.open_for_writing(made.ino, truncate_to_new_segment=segment)
+    prefix = await world.protected_prefix(made.ino, opened.vid, 50)
+    assert await world.lose() == [RolledBack(made.ino, opened.vid, prefix)]
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prot, inode.prefix, inode.prefix_holds, inode.size) == (prefix, prefix, None, False, 50)
+    assert await world.state(made.vid) is VersionState.DEAD
+    assert [(one.vid, one.reattached) for one in await world.come_back()] == [(opened.vid, True)]
+    inode = await world.inode(made.ino)
+    assert (inode.open, inode.cur, inode.prot, inode.rolled_back_from) == (opened.vid, prefix, prefix, None)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_readers_keep_the_prefix_of_what_replaced_a_version_another_node_has(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    theirs = await world.rewrite(world.theirs, made.ino, 30)
+    mine = await world.rewrite(world.mine, made.ino, None)
+    prefix = await world.protected_prefix(made.ino, mine, 50)
+    assert await world.lose() == [RolledBack(made.ino, mine, prefix)]
+    assert await world.state(theirs) is None
+    await world.come_back()
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_closed_version_whose_store_is_gone_too_does_not_hide_the_prefix(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    newer = await world.rewrite(world.mine, made.ino, None)
+    prefix = await world.protected_prefix(made.ino, newer, 50)
+    assert await world.lose() == [RolledBack(made.ino, newer, prefix)]
+    assert {(one.vid, one.reattached) for one in await world.come_back()} == {(newer, True), (made.vid, False)}
+
+
+async def test_what_is_whole_is_better_than_a_prefix_readers_could_not_have(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.protect(made.ino, made.vid)
+    newer = await world.rewrite(world.mine, made.ino, None)
+    prefix = await world.protected_prefix(made.ino, newer, 50)
+    await void_prefix(world.kv, made.ino)
+    assert await world.lose() == [RolledBack(made.ino, newer, made.vid)]
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prot, inode.prefix) == (made.vid, made.vid, prefix)
+    await world.come_back()
+    assert await catalog_problems(world.kv) == []
 
 
 async def test_it_is_gone_on_with_after_an_interruption(world: World) -> None:
