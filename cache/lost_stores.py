@@ -30,10 +30,10 @@ from ckptfs.cache.catalog_format import (
     unpack,
     version_key,
 )
-from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, Entry, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
 from ckptfs.cache.errors import DamagedRecord, NoSuchName
-from ckptfs.cache.ids import InodeNumber, StoreId, Vid
+from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import end_versions
 from ckptfs.cache.store_registry import stores
@@ -60,13 +60,12 @@ async def declare_lost(kv: KeyValue, leader: Unchanged, store: StoreId) -> bool:
         return False
     record = unpack(Store, entry.value)
     session = await kv.get(session_key(record.node))
-    is_up = session is not None and unpack(Session, session.value).store == store
-    if is_up or record.state not in (StoreState.IN, StoreState.DRAINING):
+    if _is_of(session, store) or record.state not in (StoreState.IN, StoreState.DRAINING):
         return False
     compares = [
         leader,
         Unchanged(store_key(store), entry.mod_revision),
-        Unchanged(session_key(record.node), 0 if session is None else session.mod_revision),
+        _unchanged_session(record.node, session),
     ]
     lost = msgspec.structs.replace(record, state=StoreState.LOST, settled=False)
     return (await kv.transact(compares, [Put(store_key(store), pack(lost))])).succeeded
@@ -77,8 +76,11 @@ async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGen
     `settled`.
 
     Begun again after an interruption it goes on with what is left. A file of which a record is damaged is passed over. Ends early
-    if `leader` doesn't hold any more, or the store has returned.
+    if `leader` doesn't hold any more, the store has returned, or its node is up: that gives its files back itself, and would pass
+    over what is rolled back after it has looked.
     """
+    if await _still_gone(kv, leader, store) is None:
+        return
     known = {known: record for known, (record, _) in (await stores(kv)).items()}
     async with aclosing(versions_at_home(kv, store, HOME_ONLY, damaged=set())) as versions:
         async for vid, version in versions:
@@ -88,17 +90,41 @@ async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGen
                 continue  # its file is an error for all who ask; the others are not
             if done is not None:
                 yield done
-    entry = await kv.get(store_key(store))
-    if entry is not None and (record := unpack(Store, entry.value)).state in (StoreState.LOST, StoreState.REMOVED):
+    if (gone := await _still_gone(kv, leader, store)) is not None:
+        record, compares = gone
         settled = msgspec.structs.replace(record, settled=True)
-        await kv.transact([leader, Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(settled))])
+        await kv.transact(compares, [Put(store_key(store), pack(settled))])
+
+
+async def _still_gone(kv: KeyValue, leader: Unchanged, store: StoreId) -> tuple[Store, list[Compare]] | None:
+    """The store's record, and what holds while its files may be rolled back; None if they may not: it is back, or it was lost
+    and its node is up. One that was removed never returns."""
+    entry = await kv.get(store_key(store))
+    if entry is None:
+        return None
+    record = unpack(Store, entry.value)
+    compares: list[Compare] = [leader, Unchanged(store_key(store), entry.mod_revision)]
+    if record.state is StoreState.REMOVED:
+        return record, compares
+    session = await kv.get(session_key(record.node))
+    if record.state is not StoreState.LOST or _is_of(session, store):
+        return None
+    return record, [*compares, _unchanged_session(record.node, session)]
+
+
+def _is_of(session: Entry | None, store: StoreId) -> bool:
+    return session is not None and unpack(Session, session.value).store == store
+
+
+def _unchanged_session(node: NodeId, session: Entry | None) -> Unchanged:
+    return Unchanged(session_key(node), 0 if session is None else session.mod_revision)
 
 
 async def _attempt_roll_back(
     kv: KeyValue, leader: Unchanged, store: StoreId, known: Mapping[StoreId, Store], vid: Vid, ino: InodeNumber
 ) -> RolledBack | None:
-    entry = await kv.get(store_key(store))
-    if entry is None or unpack(Store, entry.value).state not in (StoreState.LOST, StoreState.REMOVED):
+    still_gone = await _still_gone(kv, leader, store)
+    if still_gone is None:
         return None
     try:
         inode, inode_revision = await existing_inode(kv, ino)
@@ -107,12 +133,7 @@ async def _attempt_roll_back(
     found = await find_version(kv, vid)
     if found is None or vid not in (inode.open, inode.cur):
         return None
-    compares: list[Compare] = [
-        leader,
-        Unchanged(store_key(store), entry.mod_revision),
-        Unchanged(inode_key(ino), inode_revision),
-        Unchanged(version_key(vid), found[1]),
-    ]
+    compares = [*still_gone[1], Unchanged(inode_key(ino), inode_revision), Unchanged(version_key(vid), found[1])]
     operations: list[Operation] = []
     unfinished = None if inode.open is None else await find_version(kv, inode.open)
     if unfinished is not None and unfinished[0].home != store:

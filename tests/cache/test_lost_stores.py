@@ -306,6 +306,32 @@ async def test_a_store_that_returns_before_its_files_were_rolled_back_has_lost_n
     assert (await world.inode(made.ino)).cur == made.vid
 
 
+async def test_nothing_is_rolled_back_once_the_node_is_up(world: World) -> None:
+    """It has looked at a file that the leader hadn't come to yet: rolled back after that, it would never be given back."""
+    made = [await world.make(b"%d" % number) for number in range(3)]
+    await world.kv.end_session(world.label)
+    assert await declare_lost(world.kv, world.leader, GONE)
+    rolled = roll_back(world.kv, world.leader, GONE)
+    first = await anext(rolled)
+    await begin_session(world.new_kv, NODE, GONE, 2)
+    assert [one.vid async for one in give_back(world.kv, Writer(GONE, 2))] == [first.gone]
+    assert [one async for one in rolled] == []
+    assert [one async for one in roll_back(world.kv, world.leader, GONE)] == []
+    assert not (await world.record()).settled
+    await be_in_again(world.kv, GONE)
+    assert {(await world.inode(one.ino)).open for one in made} == {one.vid for one in made}
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_removed_store_is_rolled_back_though_its_node_is_up(world: World) -> None:
+    made = await world.make(b"f")
+    await world.kv.end_session(world.label)
+    assert await remove_node(world.kv, NODE, force=True) == [made.ino]
+    await begin_session(world.new_kv, NODE, GONE, 2)
+    assert [one async for one in roll_back(world.kv, world.leader, GONE)] == [RolledBack(made.ino, made.vid, None)]
+    assert (await world.record()).settled
+
+
 # Removal
 
 
