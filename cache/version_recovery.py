@@ -12,7 +12,6 @@ from ckptfs.cache.catalog_format import (
     ENTRY_PREFIX,
     VERSION_PREFIX,
     DirectoryEntry,
-    Inode,
     Store,
     StoreState,
     Version,
@@ -20,6 +19,7 @@ from ckptfs.cache.catalog_format import (
     entry_of_key,
     inode_key,
     pack,
+    store_key,
     unpack,
     version_key,
     vid_of_key,
@@ -46,8 +46,9 @@ async def drop_open_versions(
 ) -> Dropped:
     """Open versions of the store whose bytes are gone (a power cut, no room for a segment) go.
 
-    Each file shows what it had before: its own older content, or that of the file it replaced (R4). If there is none its names
-    go too; finding them takes one walk over all names of the catalog, however many files it is for.
+    Each file shows what it had before: its own older content, or that of the file it replaced (R4), on whichever store: of one
+    that is lost, the leader rolls the file back as it does others (R8). If there is none its names go too; finding them takes one
+    walk over all names of the catalog, however many files it is for.
     """
     dropped = Dropped([], [])
     for ino, vid in open_versions:
@@ -69,7 +70,7 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
     if found is None or inode.open != vid or found[0].home != store:
         return None
     version, revision = found
-    best = await _best_left(kv, inode)
+    best = await newest_left(kv, (inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix), {})
     if best is None:
         return False
     left, left_version, left_revision = best
@@ -98,18 +99,17 @@ async def _attempt_drop(kv: KeyValue, store: StoreId, ino: InodeNumber, vid: Vid
         Put(inode_key(ino), pack(changed)),
         *ending.plan.operations,
     ]
+    if left_version.state is VersionState.LOCAL:
+        home = await kv.get(store_key(left_version.home))
+        if home is not None:  # unchanged: else it may be declared lost, and be done with, just now
+            compares.append(Unchanged(home.key, home.mod_revision))
+            record = unpack(Store, home.value)
+            if record.settled:  # done with while the file was being written here
+                operations.append(Put(home.key, pack(msgspec.structs.replace(record, settled=False))))
     if left_version.ino != ino:  # the content of a file this one has replaced
         operations.append(version_step(left, left_version, msgspec.structs.replace(left_version, ino=ino)))
     await commit(kv, compares, operations)
     return True
-
-
-async def _best_left(kv: KeyValue, inode: Inode) -> tuple[Vid, Version, int] | None:
-    for vid in (inode.cur, inode.prev_local, inode.prot, inode.prev, inode.prefix):
-        found = None if vid is None else await find_version(kv, vid)
-        if vid is not None and found is not None and found[0].state in (VersionState.LOCAL, VersionState.PROTECTED):
-            return vid, *found
-    return None
 
 
 async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> None:
@@ -127,15 +127,16 @@ async def _remove_names(kv: KeyValue, inodes: set[InodeNumber], now_ns: int) -> 
 async def newest_left(
     kv: KeyValue, vids: Iterable[Vid | None], known: Mapping[StoreId, Store]
 ) -> tuple[Vid, Version, int] | None:
-    """The first of these versions that doesn't need a store that is gone; whether its shards can be read is not asked."""
+    """The first of these versions that readers may have, and that no store has alone which is gone according to `known`; whether
+    its shards can be read is not asked."""
     for vid in vids:
         found = None if vid is None else await find_version(kv, vid)
         if vid is None or found is None:
             continue
         version = found[0]
         home = known.get(version.home)
-        at_home = version.state is VersionState.LOCAL and home is not None and home.state in (StoreState.IN, StoreState.DRAINING)
-        if version.state is VersionState.PROTECTED or at_home:
+        is_gone = home is not None and home.state in (StoreState.LOST, StoreState.REMOVED)
+        if version.state is VersionState.PROTECTED or (version.state is VersionState.LOCAL and not is_gone):
             return vid, *found
     return None
 

@@ -332,6 +332,53 @@ async def test_a_removed_store_is_rolled_back_though_its_node_is_up(world: World
     assert (await world.record()).settled
 
 
+@pytest.mark.parametrize("how", ["lost", "removed"])
+@pytest.mark.parametrize("was_protected", [True, False])
+async def test_what_a_power_cut_elsewhere_uncovers_is_rolled_back(world: World, how: str, was_protected: bool) -> None:
+    """The store was done with while the file was being written on another node, and that one forgets what it wrote."""
+    made = await world.make(b"f")
+    newest = made.vid
+    await world.local(world.mine, made.ino, made.vid, 10)
+    if was_protected:
+        await world.protect(made.ino, made.vid)
+        newest = await world.rewrite(world.mine, made.ino, 20)
+    theirs = await world.rewrite(world.theirs, made.ino, None)
+    if how == "lost":
+        assert await world.lose() == []
+    else:
+        await world.kv.end_session(world.label)
+        await remove_node(world.kv, NODE, force=True)
+        assert [one async for one in roll_back(world.kv, world.leader, GONE)] == []
+    assert (await world.record()).settled
+    assert await world.theirs.drop_open_versions([(made.ino, theirs)]) == ([made.ino], [])
+    assert not (await world.record()).settled
+    shown = made.vid if was_protected else None
+    assert [one async for one in roll_back(world.kv, world.leader, GONE)] == [RolledBack(made.ino, newest, shown)]
+    assert (await world.record()).settled
+    if how == "lost":
+        assert [(one.vid, one.reattached) for one in await world.come_back()] == [(newest, True)]
+        assert (await world.inode(made.ino)).cur == newest
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_store_that_is_declared_lost_amid_a_drop_is_rolled_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    theirs = await world.rewrite(world.theirs, made.ino, None)
+    transact, rolled = world.kv.transact, []
+
+    async def lose_first(*arguments: Any) -> Any:
+        monkeypatch.setattr(world.kv, "transact", transact)
+        rolled.extend(await world.lose())
+        return await transact(*arguments)
+
+    monkeypatch.setattr(world.kv, "transact", lose_first)
+    await world.theirs.drop_open_versions([(made.ino, theirs)])
+    assert rolled == []
+    assert not (await world.record()).settled
+    assert [one async for one in roll_back(world.kv, world.leader, GONE)] == [RolledBack(made.ino, made.vid, None)]
+
+
 # Removal
 
 
