@@ -1,8 +1,8 @@
 """The node's session in the catalog, as its supervisor keeps it: it says that the node is up, and who the node is.
 
 With a catalog on SQLite it is as good as the lock on the store, and ends when somebody finds that nobody holds that any more
-(`end_left_sessions`). On etcd it is a lease, renewed while the agent answers (R12): a node that serves nobody its shards is not
-up, however busy its supervisor is. Of two nodes that claim one identity the second is refused.
+(`end_left_sessions`). On etcd it is a lease, renewed while the agent doesn't hang (R12, `agent_watch`): a node that serves nobody
+its shards is not up, however busy its supervisor is. Of two nodes that claim one identity the second is refused.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CatalogUnavailable, SessionEnded, StoreError
 from ckptfs.cache.store import StoreDirectory, write_durably
 from ckptfs.cache.store_registry import SESSION_SECONDS, IdentityTaken, begin_session, session_label, sessions, stores
-from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 
 if TYPE_CHECKING:
     from ckptfs.cache.catalog_etcd import EtcdCatalog
@@ -26,30 +25,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-PING_SECONDS = SESSION_SECONDS / 3
-PINGS_MISSED = 2
-"""So many in a row, and the agent hangs. One may be late on a busy machine, and costs no session."""
 IDENTITY_WAIT_SECONDS = SESSION_SECONDS + 2.0
 """How long a session of another start of this node is given to end: nobody renews that of a node that is gone."""
 
 
 class NodeSession:
-    """The session of one start of the node. `agent_pid` says which process its agent is now."""
+    """The session of one start of the node. `agent_hangs` says that the node is not to be up for now."""
 
     def __init__(
         self,
         kv: "SqliteCatalog | EtcdCatalog",
         store: StoreDirectory,
         incarnation: int,
-        agent_pid: Callable[[], int | None] = lambda: None,
+        agent_hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         self._kv = kv
         self._store = store
         self._incarnation = incarnation
-        self._agent_pid = agent_pid
-        self._answered_pid: int | None = None
-        self._agent_hangs = False
-        self._missed = 0
+        self._agent_hangs = agent_hangs
         self._before = _noted(store.path / "incarnation")
         self._is_noted = self._before == incarnation
 
@@ -87,21 +80,19 @@ class NodeSession:
         )
 
     async def keep(self) -> None:
-        """Renew it until cancelled, while the agent answers; begin it anew when it ended all the same."""
+        """Renew it until cancelled, while the agent doesn't hang; begin it anew when it ended all the same."""
         if isinstance(self._kv, SqliteCatalog):
             while True:
                 await trio.sleep(SESSION_SECONDS / 2)
                 await self._begin_if_it_can_be()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_agent)
-            while True:
-                try:
-                    await self._kv.keep_session(while_alive=lambda: not self._agent_hangs)
-                except SessionEnded as ended:
-                    log.error("session_ended error=%s: it is begun anew", ended)
-                while self._agent_hangs or not await self._begin_if_it_can_be():
-                    await trio.sleep(LOOK_SECONDS)
-                log.info("session_begun_anew")
+        while True:
+            try:
+                await self._kv.keep_session(while_alive=lambda: not self._agent_hangs())
+            except SessionEnded as ended:
+                log.error("session_ended error=%s: it is begun anew", ended)
+            while self._agent_hangs() or not await self._begin_if_it_can_be():
+                await trio.sleep(LOOK_SECONDS)
+            log.info("session_begun_anew")
 
     async def _begin_if_it_can_be(self) -> bool:
         try:
@@ -109,35 +100,6 @@ class NodeSession:
         except (CatalogUnavailable, StoreError, OSError) as error:
             log.warning("session_not_begun error=%s", error)
             return False
-        return True
-
-    async def _watch_agent(self) -> None:
-        """An agent that answered once and does not any more hangs; one that has just been started may take its time."""
-        agent = LocalClient(self._store.agent_socket)
-        try:
-            while True:
-                if await self._ping(agent):
-                    await trio.sleep(SESSION_SECONDS / 3)
-                else:
-                    await trio.sleep(LOOK_SECONDS)
-        finally:
-            with trio.CancelScope(shield=True):
-                await agent.aclose()
-
-    async def _ping(self, agent: LocalClient) -> bool:
-        pid = self._agent_pid()
-        try:
-            await agent.call({"do": "ping"}, timeout_seconds=PING_SECONDS)
-        except NodeNotAnswering as error:
-            self._missed += 1
-            hangs = pid is not None and pid == self._answered_pid and self._missed >= PINGS_MISSED
-            if hangs and not self._agent_hangs:
-                log.error("agent_hangs pid=%d error=%s: the node's session is not renewed", pid, error)
-            self._agent_hangs = hangs
-            return False
-        if self._agent_hangs:
-            log.warning("agent_answers_again pid=%s", pid)
-        self._answered_pid, self._agent_hangs, self._missed = pid, False, 0
         return True
 
     async def end(self) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 
 import msgspec
 import trio
@@ -28,6 +29,7 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.fs import fuse_device, service_manager, upgrade
+from ckptfs.fs.agent_watch import AgentWatch
 from ckptfs.fs.catalog import check_not_older, join_token, open_catalog
 from ckptfs.fs.child import Child
 from ckptfs.fs.cli_errors import NotReached
@@ -116,7 +118,9 @@ class Supervisor:
                 self._children = {role: Child(pid) for role, pid in handed.children.items()}
             incarnation = time.time_ns() if connection is None else connection.incarnation
             kv = open_catalog(config, "supervisor", session=session_label(store.store_id, incarnation), create=True)
-            session = NodeSession(kv, store, incarnation, self._agent_pid)
+            agent = LocalClient(store.agent_socket)
+            watch = AgentWatch(partial(_ping, agent), self._agent_that_serves)
+            session = NodeSession(kv, store, incarnation, lambda: watch.hangs)
             if not isinstance(kv, SqliteCatalog):
                 await check_not_older(kv, config.node.catalog, seen_revision)
                 await kv.begin_session()
@@ -141,8 +145,10 @@ class Supervisor:
             service_manager.notify("READY=1")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(session.keep)
+                nursery.start_soon(watch.keep)
                 await self._supervise(store)
                 nursery.cancel_scope.cancel()
+            await agent.aclose()
             await session.end()
             await kv.aclose()
             log.info("node_ended")
@@ -174,9 +180,9 @@ class Supervisor:
                 settings.cell_size,
             )
 
-    def _agent_pid(self) -> int | None:
-        child = self._children.get("agent")
-        return None if child is None else child.pid
+    def _agent_that_serves(self) -> Child | None:
+        agent = self._children.get("agent")
+        return None if self._stopping or agent in self._replaced else agent
 
     async def _supervise(self, store: StoreDirectory) -> None:
         async with trio.open_nursery() as nursery:
@@ -343,6 +349,10 @@ class Supervisor:
         if old is not None:
             self._replaced.add(old)
             await _end("agent", old)  # and by then `_keep_running` has started the new one
+
+
+async def _ping(agent: LocalClient, timeout_seconds: float) -> None:
+    await agent.call({"do": "ping"}, timeout_seconds=timeout_seconds)
 
 
 async def _end(role: str, child: Child) -> None:

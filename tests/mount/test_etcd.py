@@ -17,6 +17,7 @@ import pytest
 
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
 
@@ -170,6 +171,29 @@ def test_open_files_go_on_while_etcd_is_away(start_on_etcd: Start, make_etcd: Ca
     assert (there / "waited").is_dir()
     protect(here / "log")
     assert (there / "log").read_bytes() == data * 2
+
+
+def test_an_agent_that_hangs_is_started_again_before_its_node_is_taken_for_away(start_on_etcd: Start) -> None:
+    cluster = start_on_etcd(4)
+    node = cluster.nodes[0]
+    agent = node.processes.pids()["agent"]
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+    saved = 0
+
+    def is_another() -> bool:
+        nonlocal saved
+        (node.mountpoint / f"{saved}.tmp").write_bytes(b"%d" % saved)
+        os.rename(node.mountpoint / f"{saved}.tmp", node.mountpoint / f"{saved}")
+        saved += 1
+        return node.processes.pids()["agent"] not in (None, agent)
+
+    wait_for(is_another, "another agent", 60)
+    protect(node.mountpoint)
+    supervisor = (node.log / "supervisor.log").read_text()
+    assert "agent_hangs" in supervisor
+    assert "session_ended" not in supervisor
+    assert len(os.listdir(cluster.nodes[1].mountpoint)) == saved
 
 
 def test_an_etcd_that_stays_away_is_an_error_and_comes_back(start_on_etcd: Start, make_etcd: Callable[[], Any]) -> None:

@@ -37,15 +37,16 @@ def _ckptfs(*arguments: object) -> tuple[int, str, str]:
 
 @contextmanager
 def _stopped(*processes: tuple[ClusterNode, str]) -> Iterator[None]:
-    """These processes of these nodes hang meanwhile."""
-    pids = [node.processes.pids()[role] for node, role in processes]
+    """These processes of these nodes hang meanwhile; their supervisors too, who would start other agents."""
+    stopped = [(node, "supervisor") for node, _ in processes] + list(processes)
+    pids = [node.processes.pids()[role] for node, role in stopped]
     for pid in pids:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
+        for pid in reversed(pids):
             assert pid is not None
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
