@@ -23,6 +23,7 @@ from ckptfs.fs import (
     cli_nodes,
     cli_rebalance,
     cli_recover,
+    cli_rollback,
     cli_status,
     cli_verify,
     cli_whatif,
@@ -51,6 +52,7 @@ app.command()(cli_status.status)
 app.command()(cli_flush.flush)
 app.command()(cli_verify.verify)
 app.command()(cli_whatif.whatif)
+app.command()(cli_rollback.rollback)
 app.command()(cli_drain.drain)
 app.command()(cli_rebalance.rebalance)
 app.command()(cli_archive.export)

@@ -50,6 +50,7 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["umount", "{tmp}"], 2, "no ckptfs mount"),
         (["node", "--config", "{tmp}/none.toml"], 2, "none.toml"),
         (["nodes", "add", "node-0", "--host", "a", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "ckptfs ca init makes one"),
+        (["rollback", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["ca", "revoke", "node-0", "--ca", "{tmp}/none"], 2, "ckptfs ca init makes one"),
         (["nodes", "add", "node-0", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "--host"),
         (["cluster", "up", "{tmp}/c", "--catalog", "etcd://x"], 2, "node.catalog"),

@@ -57,19 +57,26 @@ def test_a_lost_node_takes_only_what_nobody_else_had_and_brings_it_back(
     cluster = lossy_cluster
     first, *_, last = cluster.nodes
     here, there = first.mountpoint, last.mountpoint
+    for step in (1, 2):
+        (there / f"run/global_step{step}").mkdir(parents=True)
+    (there / "run/global_step1/model.pt").write_bytes(content(1))
+    (there / "run/latest").write_text("global_step2")
     for name in ("protected", "rolled-back", "conflict"):
         (there / name).write_bytes(content(1))
     assert not wait_until([there], "protected", 60.0, shown=False)[0]
-    others = [pid for node in cluster.nodes[:3] if (pid := node.processes.pids()["agent"])]
+    # Nothing is protected from now on, and nobody starts other agents.
+    others = [pid for role in ("supervisor", "agent") for node in cluster.nodes[:3] if (pid := node.processes.pids()[role])]
     for pid in others:
-        os.kill(pid, signal.SIGSTOP)  # nothing is protected from now on
+        os.kill(pid, signal.SIGSTOP)
     (there / "rolled-back").write_bytes(content(2))
     (there / "conflict").write_bytes(content(3))
     (there / "new").write_bytes(content(4))
-    wait(lambda: [state(there / name) for name in ("rolled-back", "conflict", "new")] == ["local"] * 3)
+    (there / "run/global_step2/model.pt").write_bytes(content(6))
+    new = ("rolled-back", "conflict", "new", "run/global_step2/model.pt")
+    wait(lambda: [state(there / name) for name in new] == ["local"] * 4)
 
     cluster.kill(3)
-    for pid in others:
+    for pid in reversed(others):
         os.kill(pid, signal.SIGCONT)
     wait(lambda: standing(first, "node-3") == "lost")
     wait(lambda: state(here / "new") == "lost")
@@ -81,7 +88,14 @@ def test_a_lost_node_takes_only_what_nobody_else_had_and_brings_it_back(
     assert caught.value.errno == errno.EIO
     with pytest.raises(OSError), open(here / "new", "ab"):  # noqa: PT011
         pass
-    assert path_standing(here).as_json()["lost"] == [str(here / "new")]
+    wait(lambda: state(here / "run") == "lost")
+    assert sorted(path_standing(here).as_json()["lost"]) == [str(here / "new"), str(here / "run/global_step2/model.pt")]
+    assert run(["rollback", str(here)]) == 1  # it was saved a moment ago: somebody may go on with it
+    capsys.readouterr()
+    assert run(["rollback", str(here), "--now", "--json"]) == 0
+    ((rolled_back,),) = [one["set_aside"] for one in json.loads(capsys.readouterr().out)["runs"]]
+    assert sorted(os.listdir(here / "run")) == ["global_step1", "latest"]
+    assert (here / "run/latest").read_text() == "global_step1"
     (here / "conflict").write_bytes(content(5))
     of = ["--of", str(cluster.directory)]
     assert run(["nodes", "list", "--json", *of]) == 0
@@ -92,7 +106,7 @@ def test_a_lost_node_takes_only_what_nobody_else_had_and_brings_it_back(
     assert "node-0 is up: stop it first" in capsys.readouterr().err
     assert run(["nodes", "remove", "node-3", *of]) == 1
     refused = capsys.readouterr().err
-    assert "only node-3 has the newest content of 2 files" in refused
+    assert "only node-3 has the newest content of 3 files" in refused
     assert "new" in refused
     assert "rolled-back" in refused
 
@@ -100,6 +114,7 @@ def test_a_lost_node_takes_only_what_nobody_else_had_and_brings_it_back(
     wait(lambda: standing(first, "node-3") == "up")
     assert (here / "rolled-back").read_bytes() == content(2)
     assert (here / "new").read_bytes() == content(4)
+    assert (Path(rolled_back["to"]) / "model.pt").read_bytes() == content(6)
     assert (there / "conflict").read_bytes() == content(5)
     (name,) = os.listdir(here / ".ckptfs/conflicts")
     assert (here / ".ckptfs/conflicts" / name).read_bytes() == content(3)
