@@ -78,20 +78,31 @@ async def _attempt_register(
     return await commit(kv, [Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(record))])
 
 
+async def set_draining(kv: KeyValue, store: StoreId, draining: bool) -> StoreState:
+    """Say that a store is to be emptied, or is to stay after all. Returns its state then: one that was declared lost or was
+    removed is what it was, for its files have to come back first, or never do.
+
+    Raises `StoreError` if the store isn't known.
+    """
+    state = StoreState.DRAINING if draining else StoreState.IN
+    return await repeated(partial(_attempt_state, kv, store, state, (StoreState.IN, StoreState.DRAINING)))
+
+
 async def set_state(kv: KeyValue, store: StoreId, state: StoreState) -> None:
-    """Change a store's state. Raises `StoreError` if the store isn't known."""
-    await repeated(partial(_attempt_state, kv, store, state))
+    """Change a store's state, whatever it was. Raises `StoreError` if the store isn't known."""
+    await repeated(partial(_attempt_state, kv, store, state, tuple(StoreState)))
 
 
-async def _attempt_state(kv: KeyValue, store: StoreId, state: StoreState) -> None:
+async def _attempt_state(kv: KeyValue, store: StoreId, state: StoreState, changed_of: tuple[StoreState, ...]) -> StoreState:
     entry = await kv.get(store_key(store))
     if entry is None:
         raise StoreError(f"store {store.hex()} is not in this cluster")
     known = unpack(Store, entry.value)
-    if known.state is state:
-        return
+    if known.state is state or known.state not in changed_of:
+        return known.state
     record = msgspec.structs.replace(known, state=state)
     await commit(kv, [Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(record))])
+    return state
 
 
 async def stores(kv: KeyValue) -> dict[StoreId, tuple[Store, int]]:

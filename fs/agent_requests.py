@@ -20,8 +20,9 @@ log has it).
                                        `paths` (bytes, one for each inode) are for messages, and go as hints with shards that are
                                        made again
     drain {deadline, leave}            -> see `Drain.protect`. With `leave` the store takes no new shards from now on, and
-                                       those it has are made again on others
-    join_again                         the store takes shards again
+                                       those it has are made again on others; -> state: of the store, and nothing else where it
+                                       is lost or removed
+    join_again                         -> state: of the store, which takes shards again if that is `in`
     rebalance                          shards move from full stores to empty ones; status says how far it is
     held                               -> named: how many shards and copies the catalog still says are here
     prove {vid}                        -> right, message: whether every shard of a protected version is right, hashed now where it
@@ -52,7 +53,7 @@ from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
-from ckptfs.cache.store_registry import set_state
+from ckptfs.cache.store_registry import set_draining
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.home_calls import Call, answer_as_message, from_message
@@ -378,16 +379,18 @@ class AgentRequests:
     async def _drain(self, request: Message) -> Message:
         agent = self._agent
         if request.get("leave"):
-            await set_state(agent.kv, agent.store.store_id, StoreState.DRAINING)
+            state = await set_draining(agent.kv, agent.store.store_id, True)
+            if state is not StoreState.DRAINING:
+                return {"state": state.name.lower()}
             await agent.kv.make_durable()
             await agent.members.refresh(everyone=True)
-        return await agent.drain.protect(float(request["deadline"]))
+        return {"state": "draining" if request.get("leave") else "", **await agent.drain.protect(float(request["deadline"]))}
 
     async def _join_again(self, request: Message) -> Message:
-        await set_state(self._agent.kv, self._agent.store.store_id, StoreState.IN)
+        state = await set_draining(self._agent.kv, self._agent.store.store_id, False)
         await self._agent.kv.make_durable()
         await self._agent.members.refresh()
-        return {}
+        return {"state": state.name.lower()}
 
     async def _rebalance(self, request: Message) -> Message:
         self._agent.rebalance()

@@ -13,6 +13,14 @@ from ckptfs.fs.cli_status import places_for
 from ckptfs.fs.status import Place
 
 POLL_SECONDS = 0.5
+AS_IT_IS = {
+    "lost": "{node} was declared lost while it was away, and does not drain any more: nothing was changed. Its mount process "
+    "brings back the files only it had, and then it takes shards again by itself (`ckptfs nodes list` says `up`); drain it anew "
+    "if it is to go. If it stays `lost`, {node}'s mount.log says why",
+    "removed": "{node} was removed from the cluster (ckptfs nodes remove) and can't join it again with this store: nothing was "
+    "changed. Save elsewhere what only its mount shows, end it (ckptfs umount {mountpoint}), and start it with an empty store",
+}
+"""What is true of a node that is no member, and what to do."""
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -35,11 +43,13 @@ def drain(
         raise WrongUse("drain: one node, by its mountpoint or its directory")
     (place,) = places
     if cancel:
-        place.ask("agent", {"do": "join_again"})
-        _say(as_json, {"node": place.id, "state": "in"}, f"{place.id} takes shards again")
+        state = place.ask("agent", {"do": "join_again"}).get("state", "in")
+        _require_member(place, state, as_json)
+        _say(as_json, {"node": place.id, "state": state}, f"{place.id} takes shards again")
         return
     until = time.monotonic() + seconds
     report = place.ask("agent", {"do": "drain", "deadline": seconds, "leave": True}, timeout_seconds=seconds + 30)
+    _require_member(place, report.pop("state", "draining"), as_json)
     held = _held(place, until)
     document = {key: value for key, value in report.items() if key != "ok"} | {
         "node": place.id,
@@ -69,6 +79,15 @@ def not_ready(document: dict[str, Any]) -> str:
             "it runs"
         )
     return ""
+
+
+def _require_member(place: Place, state: str, as_json: bool) -> None:
+    """Raises `NotReached` for a node that is in the cluster no more: it neither drains nor can be made to stay by this."""
+    if state not in AS_IT_IS:
+        return
+    if as_json:
+        print_json({"node": place.id, "state": state})
+    raise NotReached(AS_IT_IS[state].format(node=place.id, mountpoint=place.mountpoint), reported=as_json)
 
 
 def seconds_of(text: str) -> float:

@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import trio
 
 from ckptfs import __version__
 from ckptfs.cache.admission import hash_of
 from ckptfs.fs.cli import run
 from ckptfs.fs.local_cluster import LocalCluster
+from ckptfs.fs.local_socket import Message, serve
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,9 +50,9 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["status", "{tmp}", "--json", "--watch"], 2, "exclude each other"),
         (["verify", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["umount", "{tmp}"], 2, "no ckptfs mount"),
+        (["rollback", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["node", "--config", "{tmp}/none.toml"], 2, "none.toml"),
         (["nodes", "add", "node-0", "--host", "a", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "ckptfs ca init makes one"),
-        (["rollback", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["ca", "revoke", "node-0", "--ca", "{tmp}/none"], 2, "ckptfs ca init makes one"),
         (["nodes", "add", "node-0", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "--host"),
         (["cluster", "up", "{tmp}/c", "--catalog", "etcd://x"], 2, "node.catalog"),
@@ -108,6 +110,28 @@ def test_an_interrupted_command_says_so_in_one_line_and_by_its_code(
     error = capsys.readouterr().err
     assert error.startswith("ckptfs: interrupted")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("state", "words"), [("lost", "by itself"), ("removed", "with an empty store")])
+@pytest.mark.parametrize("arguments", [["--cancel"], ["--deadline", "1s"]])
+async def test_a_node_that_is_no_member_neither_drains_nor_stays(
+    state: str, words: str, arguments: list[str], tmp_path: Path, nursery: trio.Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = LocalCluster(tmp_path / "c")
+    cluster.prepare(1)
+    node = cluster.nodes[0]
+    (node.store / "run").mkdir(parents=True)
+
+    async def answer(request: Message) -> Message:
+        return {"ok": True, "state": state}
+
+    await nursery.start(serve, node.store / "run/agent.sock", answer)
+    command = ["drain", str(node.config.parent), *arguments, "--json"]
+    assert await trio.to_thread.run_sync(run, command) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"node": "node-0", "state": state}
+    assert words in captured.err
+    nursery.cancel_scope.cancel()
 
 
 def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import trio
 
 from ckptfs.cache.catalog_format import StoreState
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
+from ckptfs.cache.store_registry import set_state, stores
 from ckptfs.fs.cli_drain import not_ready
 from ckptfs.fs.drain import Drain, NotClosed
 from ckptfs.replication import replicator
@@ -163,3 +164,15 @@ async def test_what_is_sealed_while_it_asks_is_not_missed(cluster: Any) -> None:
     report = await drained(node, mount)
     assert (report["files"], not_ready(report)) == (1, "")
     assert [version.state.name for version in await node.protected(*mount.saved)] == ["PROTECTED"]
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("state", [StoreState.LOST, StoreState.REMOVED])
+async def test_who_is_no_member_any_more_neither_drains_nor_stays(cluster: Any, state: StoreState) -> None:
+    """A lost store's files come back before it is in again, a removed one never is; whoever asks is told."""
+    node = cluster[0]
+    assert (await node.ask("drain", deadline=60, leave=True))["state"] == "draining"
+    await set_state(node.running.kv, node.store.store_id, state)
+    for request in ({"do": "join_again"}, {"do": "drain", "deadline": 60, "leave": True}):
+        answer = await node.ask(**request)
+        assert answer == {"ok": True, "state": state.name.lower()}
+        record, _ = (await stores(node.running.kv))[node.store.store_id]
+        assert record.state is state
