@@ -23,7 +23,8 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """One complete shard: the root that was acknowledged, the bytes of its file, and when it was stored (wall time)."""
+    """One complete shard: the root that was acknowledged, the bytes of its file, and when it was stored (wall time). The root is
+    empty where the footer could not be read as the index was made anew."""
 
     vid: Vid
     index: int

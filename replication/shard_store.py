@@ -194,22 +194,24 @@ class ShardStore:
         Reads names only, and header and footer of the shards the index doesn't know.
         """
         found: dict[tuple[Vid, int], str] = dict(self._scan())
-        known: set[tuple[Vid, int]] = set()
+        known: dict[tuple[Vid, int], bool] = {}  # whether it could be read when it was entered
         after: tuple[bytes, int] = (b"", -1)
         while rows := self._index.list(after, 10_000):
-            known.update((row.vid, row.index) for row in rows)
+            known.update({(row.vid, row.index): bool(row.root) for row in rows})
             after = (rows[-1].vid, rows[-1].index)
-        gone = known - found.keys()
+        gone = known.keys() - found.keys()
         self._strike(gone)
         added: list[HeldShard] = []
+        unreadable: list[HeldShard] = []
         damaged: list[str] = []
-        for vid, index in found.keys() - known:
+        for vid, index in found.keys() - {key for key, was_readable in known.items() if was_readable}:
             try:
                 with self.open(vid, index) as reader:
                     added.append(reader.held())
-            except (ShardDamaged, PeerRefused):
+            except (ShardDamaged, PeerRefused):  # the sweep has to know of it too
                 damaged.append(found[vid, index])
-        self.enter(added)
+                unreadable.append(HeldShard(vid, index, b"", *_size_and_age(found[vid, index])))
+        self.enter([*added, *unreadable])
         removed = self.remove_stale_partials(partial_age_seconds_max)
         kept = sum(1 for name in self._names() if name.endswith(PARTIAL))
         return Recovered(len(added), len(gone), tuple(sorted(damaged)), kept, removed)
@@ -310,6 +312,15 @@ class ShardStore:
                 return StoreFailed(self._obstacle)
             self._failed = self._failed or f"the drive under {self._directory} failed: {error.strerror}; replace it"
             return StoreFailed(self._failed)
+
+
+def _size_and_age(path: str) -> tuple[int, int]:
+    """Its bytes, and when it was stored (wall time)."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 def _has_header(path: str) -> bool:

@@ -6,6 +6,9 @@ has no use, then and later. A shard that the catalog doesn't name may be one tha
 and commits then. It goes only when it was found unnamed again and again for `UNNAMED_SECONDS`, far longer than a repair may
 take from the one to the other.
 
+A shard whose footer can't be read is no use to anybody, and doesn't say of which time it is. Where its version has no key, or
+other holders, it goes after `UNNAMED_SECONDS` too, and stays where the catalog was recovered.
+
 All of this stands on the catalog having every version it ever had. One that was replaced, or restored to an earlier state,
 hasn't: then nothing is removed, ever, before an operator has looked. One that was recovered says which time it doesn't know: what
 is of that time stays.
@@ -16,6 +19,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import trio
@@ -58,12 +62,14 @@ class FoundVersions(Protocol):
 @dataclass
 class SweepStatistics:
     """What was removed since the start; `refused` says why nothing is removed, or is empty. `kept_of_unknown_time`: shards and
-    copies, as of the last sweep, that may be of files a recovered catalog doesn't know."""
+    copies, as of the last sweep, that may be of files a recovered catalog doesn't know; `kept_damaged`: shards nobody needs whose
+    footer can't be read."""
 
     shards_removed: int = 0
     partials_removed: int = 0
     copies_removed: int = 0
     kept_of_unknown_time: int = 0
+    kept_damaged: int = 0
     refused: str = ""
 
 
@@ -94,6 +100,7 @@ class ShardSweep:
         self._recovered: Recovered | None = None
         self._kept = 0
         self._unnamed_since: dict[tuple[Vid, int], float] = {}
+        self._damaged_since: dict[tuple[Vid, int], float] = {}
         self._limiter = trio.CapacityLimiter(1)
 
     async def sweep(self) -> None:
@@ -108,6 +115,7 @@ class ShardSweep:
         if revision is None:
             return
         self._kept = 0
+        damaged: set[tuple[Vid, int]] = set()
         still_unnamed: set[tuple[Vid, int]] = set()
         after: tuple[bytes, int] = (b"", -1)
         while rows := await self._in_thread(self._shards.list, after, PAGE_COUNT):
@@ -115,7 +123,10 @@ class ShardSweep:
             gone = [(row.vid, row.index) for row in rows if not await self._is_wanted(row.vid, row.index, still_unnamed)]
             if self._recovered is not None:
                 gone = [key for key in gone if not await self._is_unknown(key[0], await self._in_thread(self._revision_of, *key))]
-            self.statistics.shards_removed += await self._remove(gone, lambda keys: self._remove_shards(keys, revision))
+            now = trio.current_time()
+            self.statistics.shards_removed += await self._remove(gone, partial(self._remove_shards, revision, now, damaged))
+        self._damaged_since = {key: since for key, since in self._damaged_since.items() if key in damaged}
+        self.statistics.kept_damaged = len(damaged)
         for vid, index in await self._in_thread(self._shards.partials):
             if not await self._is_known(vid):
                 self.statistics.partials_removed += await self._remove([(vid, index)], self._remove_partials)
@@ -223,7 +234,7 @@ class ShardSweep:
         return True
 
     def _revision_of(self, vid: Vid, index: int) -> int:
-        """As its footer says; 0 if it can't be read, which `_remove_shards` finds too."""
+        """As its footer says; 0 if it can't be read, which `_remove_shards` looks at too."""
         try:
             with self._shards.open(vid, index) as reader:
                 return reader.footer.revision
@@ -256,7 +267,8 @@ class ShardSweep:
         await self._kv.make_durable()  # the catalog's fact first (R22)
         return await self._in_thread(remove, keys)
 
-    def _remove_shards(self, keys: Iterable[tuple[Vid, int]], revision: int) -> int:
+    def _remove_shards(self, revision: int, now: float, damaged: set[tuple[Vid, int]], keys: Iterable[tuple[Vid, int]]) -> int:
+        """Those damaged ones that stay are added to `damaged`."""
         removed = 0
         for vid, index in keys:
             try:
@@ -265,11 +277,30 @@ class ShardSweep:
                         continue  # the catalog has lost what it knew when this was sent
             except ShardNotFound:
                 pass
-            except (ShardDamaged, PeerRefused) as error:
+            except PeerRefused as error:  # it can't be looked at now
                 logger.warning("unneeded-shard-kept vid=%s index=%d error=%s", vid.hex(), index, error)
                 continue
-            removed += self._shards.delete(vid, index)
+            except ShardDamaged as error:
+                if not self._is_long_damaged(vid, index, now, error):
+                    damaged.add((vid, index))
+                    continue
+            try:
+                removed += self._shards.delete(vid, index)
+            except OSError as error:
+                damaged.add((vid, index))
+                logger.warning("unneeded-shard-kept vid=%s index=%d error=%s", vid.hex(), index, error)
         return removed
+
+    def _is_long_damaged(self, vid: Vid, index: int, now: float, error: ShardDamaged) -> bool:
+        """Whether an unneeded shard that can't be read may go."""
+        is_new = (vid, index) not in self._damaged_since
+        overdue = self._recovered is None and now - self._damaged_since.setdefault((vid, index), now) >= self._unnamed_seconds
+        if is_new or overdue:
+            logger.warning(
+                "unneeded-shard-%s vid=%s index=%d error=%s: look at this drive", "removed" if overdue else "kept",
+                vid.hex(), index, error,
+            )  # fmt: skip
+        return overdue
 
     def _remove_partials(self, keys: Iterable[tuple[Vid, int]]) -> int:
         return sum(self._shards.delete_partial(vid, index) for vid, index in keys)

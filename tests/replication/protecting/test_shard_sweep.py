@@ -95,18 +95,8 @@ async def test_a_shard_that_has_another_holder_goes_after_a_long_time(cluster: A
     revisions = {member.store: member.revision for member in members if member.store == spare}
     moved = {2: Shard(spare, before.shards[2].root)}
     assert await node.versions.commit_repaired(RepairedCommit(saved.vid, before.shards, moved, revisions))
-    agent = old.running
     for unnamed_seconds, stays in ((3600.0, True), (0.0, False)):
-        sweep = ShardSweep(
-            old.kv,
-            old.versions,
-            agent.shard_store,
-            agent.small_copies,
-            agent.index,
-            old.store.store_id,
-            cluster.settings.cluster,
-            unnamed_seconds=unnamed_seconds,
-        )
+        sweep = sweep_of(cluster, old, unnamed_seconds)
         await sweep.sweep()
         assert old.shard_path(saved, 2).exists() == stays
 
@@ -166,6 +156,70 @@ async def test_a_recovered_catalog_takes_nothing_of_the_time_it_does_not_know(cl
     node.running.index.set_fact(WENT_BACK, b"again")
     await node.running.sweep.sweep()
     assert node.running.sweep.statistics.refused == "again", "one recovery settles it once"
+
+
+def sweep_of(cluster: Any, node: Any, unnamed_seconds: float) -> ShardSweep:
+    agent = node.running
+    return ShardSweep(
+        node.kv,
+        node.versions,
+        agent.shard_store,
+        agent.small_copies,
+        agent.index,
+        node.store.store_id,
+        cluster.settings.cluster,
+        unnamed_seconds=unnamed_seconds,
+    )
+
+
+def damage_footer(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"damage")
+
+
+@pytest.mark.parametrize("index_is_lost", [False, True])
+async def test_what_nobody_needs_goes_though_its_footer_is_damaged(cluster: Any, index_is_lost: bool) -> None:
+    """After a long time: when it was put, and so whether the catalog has forgotten something, it does not say any more."""
+    node = cluster[0]
+    garbage, whole = put_shard(node, b"w" * 16), put_shard(node, b"x" * 16)
+    damage_footer(garbage)
+    if index_is_lost:
+        node.running.index.remove([(Vid(b"w" * 16), 0), (Vid(b"x" * 16), 0)])
+        assert len(node.running.shard_store.recover().damaged) == 1
+    later = sweep_of(cluster, node, 3600.0)
+    await later.sweep()
+    assert garbage.exists()
+    assert not whole.exists()
+    assert (later.statistics.kept_damaged, later.statistics.shards_removed) == (1, 1)
+    now = sweep_of(cluster, node, 0.0)
+    await now.sweep()
+    assert not garbage.exists()
+    assert (now.statistics.kept_damaged, now.statistics.shards_removed) == (0, 1)
+    assert node.running.shard_store.list() == []
+
+
+async def test_a_damaged_one_stays_where_the_catalog_was_recovered(cluster: Any) -> None:
+    node = cluster[0]
+    garbage = put_shard(node, b"w" * 16)
+    damage_footer(garbage)
+    now = await node.kv.revision()
+    await node.kv.transact([], [Put(RECOVERED_KEY, pack(Recovered(1, [Recovery(b"R" * 16, now, now + 3)])))])
+    sweep = sweep_of(cluster, node, 0.0)
+    await sweep.sweep()
+    assert garbage.exists()
+    assert sweep.statistics.kept_damaged == 1
+
+
+async def test_what_can_not_be_removed_holds_up_nothing_else(cluster: Any) -> None:
+    node = cluster[0]
+    odd, whole = put_shard(node, b"w" * 16), put_shard(node, b"x" * 16)
+    odd.unlink()
+    odd.mkdir()
+    sweep = sweep_of(cluster, node, 0.0)
+    await sweep.sweep()
+    assert not whole.exists()
+    assert sweep.statistics.kept_damaged == 1
 
 
 async def test_an_agent_sweeps_by_itself(cluster: Any) -> None:
