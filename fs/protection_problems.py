@@ -24,9 +24,14 @@ def protection_problems(
     No file is looked at: what a node that is away means for one of them, `ckptfs status` of its path tells.
     """
     joined = [member for member in members if member.state in (StoreState.IN, StoreState.DRAINING)]
-    away = sorted(str(member.node) for member in joined if not member.live and why_away(member.store))
+    refused = [member for member in joined if member.refusal]
+    away = sorted(str(member.node) for member in joined if not member.live and not member.refusal and why_away(member.store))
     live = {member.domain for member in joined if member.live and member.state is StoreState.IN}
-    problems = []
+    problems = [
+        f"{member.node} can't be talked to: {member.refusal}. Until that is mended it counts as away: files may be "
+        "degraded, or unreachable; nothing is lost by that"
+        for member in refused
+    ]
     if away:
         verb, them = ("does", "it") if len(away) == 1 else ("do", "them")
         problems.append(

@@ -14,7 +14,7 @@ import trio
 
 from ckptfs.cache.catalog_format import NO_STORE, NODE_DOMAIN, Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
-from ckptfs.replication.errors import PeerUnreachable, ReplicationError
+from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
 from ckptfs.replication.placement import Candidate
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,14 @@ PING_SECONDS_MAX = 2.0
 SUSPECT_SECONDS = 10.0
 """Without an answer for so long a store is suspect, also while its node has a session: as long as that takes to end."""
 
+FOR_AN_OPERATOR = (RefusalReason.VERSION, RefusalReason.WRONG_PEER)
+"""Refusals that no waiting ends."""
+
 
 class Member(NamedTuple):
     """One store as it stands. `revision` is that of its catalog record: a commit compares it. `has_session`: its node is up, the
     catalog says. `settled`: what only this lost store had was rolled back. `free_bytes` as of the last answer, 0 if it never
-    answered."""
+    answered. `refusal`: what it said if it is up and doesn't talk to this node, for an operator to mend."""
 
     store: StoreId
     node: NodeId
@@ -40,6 +43,7 @@ class Member(NamedTuple):
     has_session: bool = True
     is_suspect: bool = False
     settled: bool = False
+    refusal: str = ""
 
     @property
     def standing(self) -> str:
@@ -66,6 +70,7 @@ class _Answer(NamedTuple):
     free_bytes: int
     error: str
     away_since_seconds: float | None = None
+    refusal: str = ""
 
 
 class Members:
@@ -160,11 +165,12 @@ class Members:
         if store == self.own_store:
             return
         before = self._answers.get(store)
-        if before is None or before.live:
+        refusal = error.message if isinstance(error, PeerRefused) and error.reason in FOR_AN_OPERATOR else ""
+        if before is None or before.live or (refusal and refusal != before.refusal):
             logger.warning("peer-unreachable store=%s error=%s", store.hex(), error)
         now = trio.current_time()
         since = now if before is None or before.away_since_seconds is None else before.away_since_seconds
-        self._answers[store] = _Answer(now, False, before.free_bytes if before else 0, str(error), since)
+        self._answers[store] = _Answer(now, False, before.free_bytes if before else 0, str(error), since, refusal)
 
     def seconds_away(self, store: StoreId) -> float:
         """For how long the store has not answered anything; 0 if it did the last time it was asked."""
@@ -212,8 +218,20 @@ class Members:
         has_session = self._with_session is None or store in self._with_session
         is_suspect = store != self.own_store and (not has_session or self.seconds_away(store) >= SUSPECT_SECONDS)
         address, state = record.address, record.state
+        refusal = "" if live or store not in self._answers else self._answers[store].refusal
         return Member(
-            store, record.node, domain, address, state, revision, live, free_bytes, has_session, is_suspect, record.settled
+            store,
+            record.node,
+            domain,
+            address,
+            state,
+            revision,
+            live,
+            free_bytes,
+            has_session,
+            is_suspect,
+            record.settled,
+            refusal,
         )
 
 

@@ -45,6 +45,17 @@ def test_nodes_that_are_away_are_named() -> None:
     assert "protected with 1+1 meanwhile, are degraded" in smaller
 
 
+def test_a_node_that_is_up_and_refused_is_not_to_be_started() -> None:
+    members = [
+        Member(StoreId(bytes([n]) * 16), NodeId(f"node-{n}"), f"node-{n}", "", StoreState.IN, 1, n < 6, 1) for n in range(7)
+    ]
+    members[6] = members[6]._replace(refusal="node-6 speaks protocol 3 to 3, node-0 1 to 2: upgrade the older one")
+    waiting = ReplicatorStatistics(**dict.fromkeys(ReplicatorStatistics.__dataclass_fields__, 0))
+    (problem,) = protection_problems(members, lambda _: "refused", 4, 2, waiting)
+    assert "node-6 can't be talked to: node-6 speaks protocol 3 to 3" in problem
+    assert "upgrade the older one" in problem
+
+
 def test_a_node_without_the_label_of_the_failure_domain_is_named() -> None:
     member = Member(StoreId(b"a" * 16), NodeId("node-1"), "r1", "", StoreState.IN, 1, True, 1)
     bare = member._replace(node=NodeId("node-2"), domain="node-2")
