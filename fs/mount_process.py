@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -56,6 +57,7 @@ from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.kernel_use import KernelUse
+from ckptfs.fs.last_use import last_use
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
@@ -177,9 +179,10 @@ class MountProcess:
         await repeats.load(self._database.files_in_use())
         namespace = Namespace(self._kv, store.store_id, self._incarnation, self._now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, self._now_ns)
-        returned = ReturnedStore(
-            namespace, self._database, Segments(store.segments), store.store_id, self._incarnation, store.boot
+        last = partial(
+            last_use, self._database, store.boot, self._refusal_mark, self._set_back_mark, new_connection=self._new_connection
         )
+        returned = ReturnedStore(namespace, self._database, Segments(store.segments), store.store_id, self._incarnation, last)
         self._database.take_over()
         await returned.bring_back()
         fence.on_renewed = returned.require_not_lost

@@ -4,10 +4,7 @@ In the same boot the page cache is still there, so every segment is whole; handl
 good if the connection is the same one. After a power cut (another boot id) an open version without its durable mark is dropped:
 its name shows what it had before, or goes (R4). The work is bounded by what was in flight: files in use, and those whose record
 in the catalog changed after `mount.db` was last known to agree with it. Only with a new database every version is looked at.
-
-Which boot the store was last used in stands in `mount.db`, and in a file of its own for when that is lost. Only where both are
-gone does the clock decide: it may have been set since, forwards or back. A file system that refused writes and was unmounted then
-is as good as a power cut (`refusal_mark`), and so is a store that was set back (`set_back_mark`).
+Whether the power was cut says `last_use`.
 """
 
 import contextlib
@@ -16,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ckptfs.cache.boot import boot_id, booted_at_seconds
+from ckptfs.cache.boot import boot_id
 from ckptfs.cache.catalog_format import Inode, Version, VersionState, unpack
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import DamagedData, NoSuchName
@@ -27,6 +24,7 @@ from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.versions import Versions
+from ckptfs.fs.last_use import boot_of_file, last_use
 from ckptfs.fs.open_files import NAMELESS, FileInUse, OpenFiles
 from ckptfs.fs.reclaim import Reclaimer
 from ckptfs.fs.segment_holds import SegmentHolds, held_as
@@ -79,13 +77,9 @@ class MountRecovery:
     async def run(self) -> None:
         self._database.take_over()
         this_boot = boot_id()
-        noted_boot_id = self._database.fact(BOOT_FACT)
-        known_boot_id = noted_boot_id or self._boot_of_file()
-        # A store that programs have files open on can't have been set back.
-        was_set_back = self._new_connection and self._set_back.was_set_back()
-        power_was_cut = known_boot_id not in (None, this_boot) or bool(self._refusal.was_unmounted()) or was_set_back
-        booted_at = booted_at_seconds() if known_boot_id is None else 0.0
-        if noted_boot_id is None:
+        last = last_use(self._database, self._boot, self._refusal, self._set_back, new_connection=self._new_connection)
+        power_was_cut = last.power_was_cut
+        if not last.is_noted:
             self._be_younger_than_all_segments()
         if power_was_cut:
             self._database.forget_guests()
@@ -93,9 +87,9 @@ class MountRecovery:
         in_use = {handle.ino for handle in handles} | {guest.ino for guest in self._database.guests()}
         restored = dropped = 0
         revision = await self._namespace.kv.revision()
-        changed = None if noted_boot_id is None else await self._changed_inodes(revision)
+        changed = None if not last.is_noted else await self._changed_inodes(revision)
         unknown: set[InodeNumber] = set()
-        if power_was_cut or noted_boot_id is None or self._new_connection:
+        if power_was_cut or not last.is_noted or self._new_connection:
             unknown = await self._add_unknown(changed)
         for row in self._rows_in_doubt(changed):
             if row.backing_id is not None and row.backing_id < 0:
@@ -103,8 +97,8 @@ class MountRecovery:
                 row = row._replace(backing_id=None)
             # Where nothing says which boot it was, the segment's name says when it was made. What a database of this boot has no
             # row of was given to no program, or was set back: if it was never synced, nobody relies on it.
-            of_nobody = noted_boot_id is not None and row.ino in unknown
-            older = power_was_cut or of_nobody or segment_made_at(row.segment) < booted_at
+            of_nobody = last.is_noted and row.ino in unknown
+            older = of_nobody or last.may_have_lost(row.segment)
             if await self._restore(row, in_use=row.ino in in_use, power_was_cut=older):
                 restored += 1
             else:
@@ -137,14 +131,9 @@ class MountRecovery:
         if restored or dropped or handles:
             log.info("recovered files=%d dropped=%d handles=%d power_cut=%s", restored, dropped, len(handles), power_was_cut)
 
-    def _boot_of_file(self) -> bytes | None:
-        with contextlib.suppress(OSError):
-            return self._boot.read_bytes().strip() or None
-        return None
-
     def _note_boot(self, boot_id: bytes) -> None:
         """In the file too. One that a power cut took says nothing; one of an older boot says that the power was cut."""
-        if self._boot_of_file() == boot_id:
+        if boot_of_file(self._boot) == boot_id:
             return
         temporary = self._boot.with_name("boot.new")
         try:

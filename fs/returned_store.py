@@ -8,10 +8,9 @@ with what is left.
 import logging
 import os
 import stat
+from collections.abc import Callable
 from contextlib import aclosing
-from pathlib import Path
 
-from ckptfs.cache.boot import boot_id
 from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack, version_key
 from ckptfs.cache.catalog_kv import Unchanged
 from ckptfs.cache.catalog_records import commit, find_version
@@ -22,6 +21,7 @@ from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.version_states import version_step
+from ckptfs.fs.last_use import LastUse
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ class ReturnedStore:
         segments: Segments,
         store: StoreId,
         incarnation: int,
-        boot: Path,
+        last_use: Callable[[], LastUse],
     ) -> None:
-        """`boot` is the store's file of that name."""
+        """`last_use` says how the store was used before it returned."""
         self._namespace = namespace
         self._database = database
         self._segments = segments
         self._writer = Writer(store, incarnation)
-        self._boot = boot
+        self._last_use = last_use
 
     async def bring_back(self) -> bool:
         """Whether the store was lost: then all it had alone has a name again, and it is `IN`. Raises `OSError` too."""
@@ -54,12 +54,17 @@ class ReturnedStore:
         if not await self._is_lost():
             return False
         given = conflicts = 0
+        last = self._last_use()
         async with aclosing(give_back(kv, self._writer)) as returned:
             async for vid, version, reattached in returned:
                 if reattached:
                     given += 1
                     log.warning("file_given_back inode=%d vid=%s", version.ino, vid.hex())
-                elif self._has(version):
+                elif not self._has(version, last):
+                    log.warning(
+                        "lost_content_not_kept inode=%d vid=%s: it was never synced, or is not there", version.ino, vid.hex()
+                    )
+                else:
                     conflicts += 1
                     await self._set_aside(vid, version)
         await be_in_again(kv, self._writer.store)
@@ -78,9 +83,9 @@ class ReturnedStore:
         entry = await kv.get(store_key(self._writer.store))
         return entry is not None and unpack(Store, entry.value).state is StoreState.LOST
 
-    def _has(self, version: Version) -> bool:
+    def _has(self, version: Version, last: LastUse) -> bool:
         """Whether its bytes are here as they were written: not so where a power cut came before they were synced."""
-        if not version.durable and self._boot.is_file() and self._boot.read_bytes().strip() != boot_id():
+        if not version.durable and last.may_have_lost(version.segment):
             return False
         return os.path.exists(self._segments.path_of(version.segment))
 

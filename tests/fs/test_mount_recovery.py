@@ -18,7 +18,7 @@ from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id, n
 from ckptfs.cache.mount_db import BOOT_FACT, FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
-from ckptfs.fs import mount_recovery
+from ckptfs.fs import last_use
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
 from ckptfs.fs.kernel_use import Use
@@ -634,7 +634,7 @@ async def test_a_clock_set_back_does_not_hide_a_power_cut_when_the_database_is_l
     await node.write(fh, b"not synced")
     _lose_database(node)
     node.store.boot.write_bytes(b"another boot\n")
-    monkeypatch.setattr(mount_recovery, "booted_at_seconds", lambda: 1e6)
+    monkeypatch.setattr(last_use, "booted_at_seconds", lambda: 1e6)
     node = await start_node()
     with pytest.raises(NoSuchName):
         await node.namespace.inode(InodeNumber(ino))
@@ -663,7 +663,7 @@ async def test_where_nothing_says_which_boot_it_was_the_clock_does(
     await node.write(fh, b"not synced")
     _lose_database(node)
     node.store.boot.unlink()
-    monkeypatch.setattr(mount_recovery, "booted_at_seconds", lambda: time.time() + 100)
+    monkeypatch.setattr(last_use, "booted_at_seconds", lambda: time.time() + 100)
     node = await start_node()
     with pytest.raises(NoSuchName):
         await node.namespace.inode(InodeNumber(ino))

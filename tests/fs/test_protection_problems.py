@@ -50,8 +50,8 @@ def test_a_node_that_is_up_and_refused_is_not_to_be_started() -> None:
         Member(StoreId(bytes([n]) * 16), NodeId(f"node-{n}"), f"node-{n}", "", StoreState.IN, 1, n < 6, 1) for n in range(7)
     ]
     members[6] = members[6]._replace(refusal="node-6 speaks protocol 3 to 3, node-0 1 to 2: upgrade the older one")
-    waiting = ReplicatorStatistics(**dict.fromkeys(ReplicatorStatistics.__dataclass_fields__, 0))
-    (problem,) = protection_problems(members, lambda _: "refused", 4, 2, waiting)
+    facts: dict[str, Any] = dict.fromkeys(ReplicatorStatistics.__dataclass_fields__, 0)
+    (problem,) = protection_problems(members, lambda _: "refused", 4, 2, ReplicatorStatistics(**facts))
     assert "node-6 can't be talked to: node-6 speaks protocol 3 to 3" in problem
     assert "upgrade the older one" in problem
 
