@@ -1,9 +1,10 @@
 """Writes that must not be carried out twice, though their requests may come again: appends, and what other nodes' programs write.
 
 Each is named by the FUSE connection of its program's node and the number of the request there. Its outcome is kept, also through
-a kill of this process (`mount.db`), until that node's kernel has the answer. An append is noted before it is made, with the size
-the segment had: one that comes again after a kill looks behind that size for its own bytes, and appends them only if they aren't
-there.
+a kill of this process (`mount.db`), until that node's kernel has the answer. That it has is kept for a while too: a copy of the
+request may still be under way, through an agent that was frozen, and must find that it is over. An append is noted before it is
+made, with the size the segment had: one that comes again after a kill looks behind that size for its own bytes, and appends them
+only if they aren't there.
 """
 
 import os
@@ -18,6 +19,8 @@ from ckptfs.cache.mount_db import CallRow, MountDatabase
 
 SEARCHED_BYTES_MAX = 64 << 20
 """So far behind the noted size an append is looked for after a kill: what others appended in the second that took."""
+_OVER = -1
+"""In place of what a request gave, in a row that has no size either: nobody waits for it any more."""
 
 
 class WriteName(NamedTuple):
@@ -39,17 +42,24 @@ class NotedWrites:
         self._sizes_before: dict[WriteName, int] = {}
         self._appending: dict[InodeNumber, trio.Lock] = {}
 
-    def restore(self) -> set[tuple[StoreId, int]]:
-        """Take up what an earlier process noted; of which connections of other nodes there is something."""
+    def restore(self) -> dict[tuple[StoreId, int], list[int]]:
+        """Take up what an earlier process noted; the connections of other nodes of which there is something, each with the
+        requests that are over."""
+        found: dict[tuple[StoreId, int], list[int]] = {}
         for row in self._database.calls():
             name = WriteName(row.store, row.incarnation, row.number)
             if name[:2] != self._own and row.store == self._own[0]:
                 self._database.remove_calls(row.store, row.incarnation)  # of a mount that is no more
+                continue
+            over = found.setdefault(name[:2], [])
+            if row.value == _OVER:
+                over.append(row.number)
             elif row.size_before >= 0:
                 self._sizes_before[name] = row.size_before
             else:
                 self._outcomes[name] = row.value
-        return {name[:2] for name in (*self._outcomes, *self._sizes_before)} - {self._own}
+        found.pop(self._own, None)
+        return found
 
     def own(self, number: int) -> WriteName:
         """The name of a request of this mount's own kernel."""
@@ -70,6 +80,16 @@ class NotedWrites:
         known = self._outcomes.pop(name, None), self._sizes_before.pop(name, None)
         if known != (None, None):
             self._database.remove_call(*name)
+
+    def over(self, name: WriteName) -> None:
+        """Nobody waits for it any more, whatever came of it."""
+        self._outcomes.pop(name, None)
+        self._sizes_before.pop(name, None)
+        self._database.put_call(CallRow(*name, _OVER, -1))
+
+    def forget_over(self, name: WriteName) -> None:
+        """No copy of it can be under way any more."""
+        self._database.remove_call(*name)
 
     def forget(self, store: StoreId, incarnation: int) -> None:
         """That connection has ended."""

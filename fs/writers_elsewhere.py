@@ -67,7 +67,7 @@ class _Connection:
     heard_at: float
     guests: dict[int, _Guest] = field(default_factory=dict)
     under_way: dict[int, trio.Event] = field(default_factory=dict)
-    over: deque[int] = field(default_factory=lambda: deque(maxlen=OVER_MAX))
+    over: deque[int] = field(default_factory=deque)
 
 
 class WritersElsewhere:
@@ -103,8 +103,8 @@ class WritersElsewhere:
                 self._database.remove_guest(row)
                 continue
             self._take_in(_Name(row.store, row.incarnation), row.fh, file)
-        for store, incarnation in self._noted.restore():
-            self._connection(_Name(store, incarnation))
+        for (store, incarnation), over in self._noted.restore().items():
+            self._connection(_Name(store, incarnation)).over.extend(sorted(over))
 
     def _connection(self, name: _Name) -> _Connection:
         connection = self._connections.get(name)
@@ -129,8 +129,11 @@ class WritersElsewhere:
         for number in call.answered:
             if (under_way := connection.under_way.get(number)) is not None:
                 await under_way.wait()
-            self._noted.answered(WriteName(*name, number))
-            connection.over.append(number)
+            if number not in connection.over:
+                self._noted.over(WriteName(*name, number))
+                connection.over.append(number)
+        while len(connection.over) > OVER_MAX:
+            self._noted.forget_over(WriteName(*name, connection.over.popleft()))
         if call.unique in connection.over:
             # Its program got an error long ago, and has written since: this process, or an agent, was frozen meanwhile.
             return HomeAnswer(errno.EIO, 0, "the call comes too late")

@@ -13,6 +13,7 @@ from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.ids import InodeNumber, StoreId
 from ckptfs.cache.mount_db import BOOT_FACT
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs import writers_elsewhere
 from ckptfs.fs.fuse_format import Opcode, OpenFlag, SetattrField
 from ckptfs.fs.home_calls import Call, pack_handles, unpack_handles
 from ckptfs.fs.writers_elsewhere import LEASE_SECONDS
@@ -235,9 +236,9 @@ async def test_a_call_that_comes_again_is_carried_out_once(pair: tuple[Any, Any]
     await _append(there, far, b"second\n", unique=1003)
     there.tell(1001)
     await there.write(far, b"F", 0)  # says that the first is answered
-    numbers = {row.number for row in here.database.calls()}
-    assert 1003 in numbers
-    assert 1001 not in numbers
+    values = {row.number: row.value for row in here.database.calls()}
+    assert values[1003] == 7
+    assert values[1001] < 0
     assert await here.read(own) == b"First\nsecond\n"
     await here.release(own)
     await there.release(far)
@@ -268,6 +269,43 @@ async def test_a_call_that_was_given_up_is_not_carried_out_late(start_node: Star
     truncating = HomeCall(Call.OPEN, 1, 1003, ino, 1003, flags=os.O_WRONLY | os.O_TRUNC)
     assert (await here.writers.call(store, truncating, b"")).errno == errno.EIO
     assert await here.read(own) == b"second"
+
+
+@pytest.mark.parametrize("first_was_made", [True, False])
+async def test_a_copy_of_a_call_that_comes_after_its_answer_and_a_kill_of_the_home(
+    start_node: StartNode, first_was_made: bool
+) -> None:
+    """One copy was under way to a frozen process, another got the answer, or its program an error."""
+    here, there = await start_node("a"), await start_node("b")
+    ino, own = await here.create(b"log")
+    store = there.store.store_id
+    opening = HomeCall(Call.OPEN, 1, 1001, ino, 1001, flags=APPENDING | os.O_TRUNC)
+    first = HomeCall(Call.WRITE, 1, 1003, ino, 1001, flags=os.O_APPEND)
+    second = HomeCall(Call.WRITE, 1, 1005, ino, 1001, flags=os.O_APPEND, answered=[1001, 1003])
+    await here.writers.call(store, opening, b"")
+    if first_was_made:
+        assert (await here.writers.call(store, first, b"first\n")).value == 6
+    assert (await here.writers.call(store, second, b"second\n")).value == 7
+    before = await here.read(own)
+    here.kill()
+    here = await start_node("a")
+    for late, data in ((first, b"first\n"), (opening, b"")):
+        assert (await here.writers.call(store, late, data)).errno == errno.EIO
+    assert (await here.writers.call(store, second, b"second\n")).value == 7  # its answer was lost
+    assert await here.read(own) == before
+    assert before == (b"first\nsecond\n" if first_was_made else b"second\n")
+
+
+async def test_what_is_over_is_not_remembered_for_ever(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers_elsewhere, "OVER_MAX", 3)
+    here, there = await start_node("a"), await start_node("b")
+    ino, _ = await here.create(b"log")
+    store = there.store.store_id
+    await here.writers.call(store, HomeCall(Call.OPEN, 1, 1001, ino, 1001, flags=APPENDING), b"")
+    for number in range(1003, 1043, 2):
+        call = HomeCall(Call.WRITE, 1, number, ino, 1001, flags=os.O_APPEND, answered=[number - 2])
+        assert (await here.writers.call(store, call, b"line\n")).errno == 0
+    assert sorted(row.number for row in here.database.calls()) == [1035, 1037, 1039, 1041]
 
 
 @pytest.mark.parametrize("who", ["home", "writer", "both"])
