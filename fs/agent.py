@@ -54,6 +54,7 @@ from ckptfs.replication.repair import Repairer
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
 from ckptfs.replication.scrub import Scrub
+from ckptfs.replication.segment_scrub import SegmentScrub
 from ckptfs.replication.shard_moves import ShardMover
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.shard_sweep import ShardSweep
@@ -74,6 +75,8 @@ HURRY_SECONDS_MAX = 2.0
 """How long a node is tried that is to hurry; who waits for it asks again."""
 CATALOG_RETRY_SECONDS = 0.5
 VERIFY_BUFFER_BYTES = 16 << 20
+SEGMENT_SCRUBS = 7
+"""In the time in which each shard is read again once: of what is not protected there is no second copy."""
 REBUILT_AT_ONCE = 4
 """Versions whose shards are moved at the same time: one is read while another is synced by its holders."""
 
@@ -266,6 +269,7 @@ class Agent:
             may_repair=self.sweep.knows_catalog,
         )
         scrubber = Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_buffer)
+        scrub_limit = Pace(settings.repair_bytes_per_second_max)
         self.scrub = Scrub(
             kv,
             self.members,
@@ -277,6 +281,17 @@ class Agent:
             now_ns,
             period_seconds=settings.scrub_seconds,
             bytes_per_second_max=settings.repair_bytes_per_second_max,
+            limit=scrub_limit,
+        )
+        self.segment_scrub = SegmentScrub(
+            kv,
+            self.versions,
+            segments,
+            store.store_id,
+            scrub_threads,
+            now_ns,
+            scrub_limit,
+            period_seconds=settings.scrub_seconds / SEGMENT_SCRUBS,
         )
         self.catalog_copy: CatalogCopy | None = None
         if isinstance(kv, SqliteCatalog):
@@ -302,6 +317,7 @@ class Agent:
             nursery.start_soon(self.raiser.run)
             nursery.start_soon(self.rebuilder.run)
             nursery.start_soon(self.scrub.run)
+            nursery.start_soon(self.segment_scrub.run)
             nursery.start_soon(self._rebalance_when_asked)
             nursery.start_soon(self.read_repair.run)
             nursery.start_soon(self._sweep_again_and_again)

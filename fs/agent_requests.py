@@ -531,6 +531,7 @@ class AgentRequests:
             "rebuild": asdict(agent.rebuilder.statistics),
             "rebalance": asdict(agent.rebalancer.statistics) | {"running": agent.is_rebalancing, "life": agent.rebalancer.life},
             "scrub": _scrub(agent.scrub.statistics()),
+            "segment_scrub": asdict(agent.segment_scrub.statistics),
             "sweep": asdict(agent.sweep.statistics),
             "garbage": asdict(agent.collector.statistics),
             "store_watch": asdict(agent.store_watch.statistics),

@@ -4,14 +4,17 @@ import trio
 
 
 class Pace:
-    """At most so many bytes a second, over all that share it; 0: as fast as it goes."""
+    """At most so many bytes a second, over all that share it, and no more than `within` allows; 0: as fast as it goes."""
 
-    def __init__(self, bytes_per_second: float) -> None:
+    def __init__(self, bytes_per_second: float, *, within: "Pace | None" = None) -> None:
         self._bytes_per_second = bytes_per_second
+        self._within = within
         self._free_at = 0.0
 
     async def spend(self, size_bytes: int) -> None:
         """Call it after the bytes went; it returns when the next may."""
+        if self._within is not None:
+            await self._within.spend(size_bytes)
         if not self._bytes_per_second:
             await trio.lowlevel.checkpoint()
             return

@@ -81,7 +81,8 @@ class ScrubStatistics:
 
 
 class Scrub:
-    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never. Making one reads the index."""
+    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never; `limit` is shared with others who read. Making
+    one reads the index."""
 
     def __init__(
         self,
@@ -96,7 +97,9 @@ class Scrub:
         *,
         period_seconds: float,
         bytes_per_second_max: float,
+        limit: Pace | None = None,
     ) -> None:
+        self._limit = limit
         self._kv = kv
         self._members = members
         self._shards = shards
@@ -147,7 +150,7 @@ class Scrub:
         if not self._state.began_ns:
             self._state = msgspec.structs.replace(self._state, began_ns=self._now_ns(), counts=ScrubCounts())
         state, own = self._state, self._members.own_store
-        pace = Pace(await self._rate())
+        pace = Pace(await self._rate(), within=self._limit)
         key = VERSION_PREFIX + state.after.hex().encode() if state.after else b""
         walk = scan(self._kv, VERSION_PREFIX, after=key, damaged=set(), page_count=PAGE_COUNT)
         async with aclosing(walk) as entries:
