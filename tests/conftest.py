@@ -111,7 +111,9 @@ def remove_scratch(directory: Path) -> None:
     inside = [mounted for mounted in mounts() if mounted.mountpoint.is_relative_to(directory)]
     for mounted in inside:
         abort_connection(mounted)
-    left = [pid for store in {*(m.store for m in inside), *directory.rglob("store")} for pid in NodeProcesses(store).kill()]
+    # Not by rglob, which fails on a mount that was just aborted; walk passes over it.
+    stores = {Path(at) / "store" for at, names, _ in os.walk(directory) if "store" in names} | {m.store for m in inside}
+    left = [pid for store in stores for pid in NodeProcesses(store).kill()]
     for mounted in inside:
         detach(mounted.mountpoint, abort=True)
     still = [mounted for mounted in mounts() if mounted.mountpoint.is_relative_to(directory)]
