@@ -95,22 +95,23 @@ def moment_ns(seconds: int, nanoseconds: int) -> int:
     return min(max(seconds, SECONDS_MIN), SECONDS_MAX) * 10**9
 
 
-def without_set_id(mode: int) -> int:
-    """The mode after a change of owner, and of a regular file after a write by somebody without CAP_FSETID."""
+def without_set_id(mode: int, *, is_member: bool = True) -> int:
+    """The mode after a change of owner, and of a regular file after a write by somebody without CAP_FSETID. Set-group-id without
+    execution for the group is no privilege: it stays if that was a member of the group."""
     if stat.S_ISDIR(mode):
         return mode
     mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+    return mode if is_member and not mode & stat.S_IXGRP else mode & ~stat.S_ISGID
 
 
 def _without_capability(xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
     return {name: value for name, value in xattrs.items() if name != CAPABILITY} if CAPABILITY in xattrs else xattrs
 
 
-def without_privileges(inode: Inode, *, keeps_set_id: bool, now_ns: int = 0) -> Inode:
-    """The record after a write: capabilities go, and the set-id bits unless the writer has CAP_FSETID. The same object if there
-    is nothing of that."""
-    mode = inode.mode if keeps_set_id else without_set_id(inode.mode)
+def without_privileges(inode: Inode, *, keeps_set_id: bool, is_member: bool = True, now_ns: int = 0) -> Inode:
+    """The record after a write: capabilities go, and the set-id bits unless the writer has CAP_FSETID (`is_member`: see
+    `without_set_id`). The same object if there is nothing of that."""
+    mode = inode.mode if keeps_set_id else without_set_id(inode.mode, is_member=is_member)
     xattrs = _without_capability(inode.xattrs)
     if mode == inode.mode and xattrs is inode.xattrs:
         return inode
@@ -119,7 +120,7 @@ def without_privileges(inode: Inode, *, keeps_set_id: bool, now_ns: int = 0) -> 
 
 def has_privileges(inode: Inode) -> bool:
     """Whether a write may change more than bytes and times."""
-    return without_privileges(inode, keeps_set_id=False) is not inode
+    return without_privileges(inode, keeps_set_id=False, is_member=False) is not inode
 
 
 def with_acl(inode: Inode, acl: Acl, now_ns: int, *, loses_setgid: bool) -> Inode:

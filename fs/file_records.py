@@ -13,6 +13,8 @@ from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.inode_changes import AttributeChanges, applied, without_privileges
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
+from ckptfs.fs.callers import is_member
+from ckptfs.fs.fuse_format import RequestHeader
 from ckptfs.fs.open_files import FileInUse, OpenFiles
 from ckptfs.fs.removed_inodes import RemovedInodes
 
@@ -56,11 +58,17 @@ class FileRecords:
             os.utime(file.descriptor, ns=times)
             file.generation += 1
 
-    async def clear_privileges(self, ino: InodeNumber, inode: Inode, *, keeps_set_id: bool) -> Inode:
+    async def clear_privileges(self, ino: InodeNumber, inode: Inode, writer: RequestHeader, *, keeps_set_id: bool) -> Inode:
         """What writing does beyond the bytes: see `without_privileges`. The record afterwards."""
-        if without_privileges(inode, keeps_set_id=keeps_set_id) is inode:
+        if without_privileges(inode, keeps_set_id=keeps_set_id, is_member=False) is inode:
             return inode
-        return await self.update(ino, partial(without_privileges, keeps_set_id=keeps_set_id, now_ns=self._namespace.now_ns()))
+        change = partial(
+            without_privileges,
+            keeps_set_id=keeps_set_id,
+            is_member=is_member(writer, inode.gid),
+            now_ns=self._namespace.now_ns(),
+        )
+        return inode if change(inode) is inode else await self.update(ino, change)
 
     async def update(self, ino: InodeNumber, change: Callable[[Inode], Inode], unique: int = 0) -> Inode:
         """Make a change of the record that has nothing to do with bytes or their times; the record afterwards. Raises what

@@ -186,7 +186,7 @@ class FileOperations:
         keeps_set_id = not open_flags & fuse.OPEN_KILL_SUIDGID
         if file is not None and file.orphan is not None:
             if flags & os.O_TRUNC:
-                await self._records.clear_privileges(ino, file.orphan, keeps_set_id=keeps_set_id)
+                await self._records.clear_privileges(ino, file.orphan, header, keeps_set_id=keeps_set_id)
                 self._open_files.truncate(file, 0)
             serve = has_privileges(file.orphan)
             return self._open_files.open_handle(header.unique, file, flags, store_row=False, serve=serve)
@@ -200,10 +200,10 @@ class FileOperations:
             file.record = inode
             return self._open_files.open_handle(header.unique, file, flags, store_row=False, serve=has_privileges(inode))
         if flags & os.O_TRUNC:
-            inode = await self._records.clear_privileges(ino, inode, keeps_set_id=keeps_set_id)
+            inode = await self._records.clear_privileges(ino, inode, header, keeps_set_id=keeps_set_id)
             file = self._open_files.get(ino)
         elif file is not None and file.lane is Lane.PASSTHROUGH:  # it got them meanwhile, and nobody will see who writes
-            inode = await self._records.clear_privileges(ino, inode, keeps_set_id=header.uid == 0)
+            inode = await self._records.clear_privileges(ino, inode, header, keeps_set_id=header.uid == 0)
         for tries_left in reversed(range(MOVED_TRIES)):
             try:
                 if inode.writer is not None and self._view.written_elsewhere(inode):
@@ -313,7 +313,8 @@ class FileOperations:
         file = handle.file
         if header.uid:  # the kernel doesn't say it of this request: whoever isn't root takes the file's privileges by it
             with contextlib.suppress(InodeGone):
-                await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=False)
+                inode = await self._view.current(file.ino)
+                await self._records.clear_privileges(file.ino, inode, header, keeps_set_id=False)
         if file.is_home:
             await self.allocate(file, mode, offset, length)
         else:
@@ -343,7 +344,8 @@ class FileOperations:
         file = handle.file
         keeps_set_id = not flags & fuse.WRITE_KILL_SUIDGID
         with contextlib.suppress(InodeGone):  # removed on another node: there is no record to change
-            await self._records.clear_privileges(file.ino, await self._view.current(file.ino), keeps_set_id=keeps_set_id)
+            inode = await self._view.current(file.ino)
+            await self._records.clear_privileges(file.ino, inode, header, keeps_set_id=keeps_set_id)
         data = body[fuse.WRITE_IN.size : fuse.WRITE_IN.size + size]
         if not file.is_home:
             return fuse.WRITE_OUT.pack(await self._writing.write(handle, header.unique, data, offset, file_flags), 0)

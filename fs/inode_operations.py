@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ckptfs.cache.catalog_format import Inode
 from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.inode_changes import (
     AttributeChanges,
@@ -22,6 +23,7 @@ from ckptfs.cache.posix_acl import ACCESS, unpack_acl
 from ckptfs.cache.posix_acl import NAMES as ACL_NAMES
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.attributes import AttributeView
+from ckptfs.fs.callers import is_member
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Opcode, RequestHeader, SetattrField
@@ -95,8 +97,8 @@ class InodeOperations:
         new_mode: int | None = None
         if SetattrField.MODE in fields:
             new_mode = inode.mode & ~0o7777 | mode & 0o7777
-        elif (is_chown or SetattrField.KILL_SUIDGID in fields) and without_set_id(inode.mode) != inode.mode:
-            new_mode = without_set_id(inode.mode)
+        elif is_chown or SetattrField.KILL_SUIDGID in fields:
+            new_mode = self._without_set_id(inode, header)
         now = self._namespace.now_ns()
         atime_ns = _time(fields, SetattrField.ATIME, SetattrField.ATIME_NOW, atime, atimensec, now)
         mtime_ns = _time(fields, SetattrField.MTIME, SetattrField.MTIME_NOW, mtime, mtimensec, now)
@@ -111,6 +113,14 @@ class InodeOperations:
         )
         # Last: with the record the request counts as carried out.
         return await self._view.attr(ino, await self._records.change(ino, changes, header.unique))
+
+    @staticmethod
+    def _without_set_id(inode: Inode, caller: RequestHeader) -> int | None:
+        """The mode that the caller's change leaves; None if it is the same."""
+        if without_set_id(inode.mode, is_member=False) == inode.mode:
+            return None
+        mode = without_set_id(inode.mode, is_member=caller.uid == 0 or is_member(caller, inode.gid))
+        return None if mode == inode.mode else mode
 
     async def getxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)

@@ -15,8 +15,9 @@ from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
 from ckptfs.cache.versions import LocalCommit, Versions
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs.callers import is_member
 from ckptfs.fs.fuse_errors import ContentUnreachable
-from ckptfs.fs.fuse_format import Opcode, SetattrField
+from ckptfs.fs.fuse_format import Opcode, RequestHeader, SetattrField
 
 StartNode = Callable[..., Awaitable[Any]]
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -299,6 +300,15 @@ async def test_set_id_bits_go_with_a_new_owner_and_with_a_write_by_somebody_else
     await _setattr(node, ino, SetattrField.MODE, mode=0o102644)  # set-group-id without execution: a lock, not a privilege
     await node.release(await node.open(ino, os.O_WRONLY, uid=5))
     assert (await node.getattr(ino)).mode & 0o7777 == 0o2644
+
+
+def test_who_is_in_a_group_says_the_request_or_proc() -> None:
+    caller = RequestHeader(fuse.IN_HEADER.size, Opcode.WRITE, 2, 1, 0, 77, os.getpid(), 0, 0)
+    others = [gid for gid in (77001, 77002) if gid not in os.getgroups()]
+    assert is_member(caller, 77)
+    assert not is_member(caller, others[0])
+    assert all(is_member(caller, gid) for gid in os.getgroups())
+    assert is_member(caller._replace(pid=0), others[0]), "of another PID namespace: it can't be told"
 
 
 @pytest.mark.parametrize("how", ["write", "truncate", "open to nothing", "chown", "chown of nobody"])

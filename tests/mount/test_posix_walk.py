@@ -430,6 +430,9 @@ def _privileges(given: Step) -> list[Step]:
         ("root", "chown", b"a", -1, -1),
         ("root", "chown", b"a", 20001, -1),
         ("alice", "chown", b"a", -1, 30001),
+        ("carol", "write", 0, b"x"),
+        ("carol", "truncate", b"a", 5),
+        ("carol", "open", 1, b"a", os.O_WRONLY | os.O_TRUNC, 0),
         ("bob", "content", b"a"),
         ("alice", "utimens", b"a", [5, 5], [5, 5], 0),
     ]
@@ -446,6 +449,7 @@ def _privileges(given: Step) -> list[Step]:
 
 SCRIPTS: dict[str, list[Step]] = {
     "set-id bits go with writes of ordinary users": _privileges(("alice", "chmod", b"a", 0o6777)),
+    "set-group-id without execution goes with writes of who is not in the group": _privileges(("alice", "chmod", b"a", 0o2666)),
     "capabilities go with writes": _privileges(("root", "setxattr", b"a", b"security.capability", CAPABILITY, 0, True)),
     "a directory's group goes to what is made in it": [
         ("alice", "open", 0, b"group/a", CREATE, 0o2777),
