@@ -164,6 +164,8 @@ async def test_what_is_sealed_while_it_asks_is_not_missed(cluster: Any) -> None:
     report = await drained(node, mount)
     assert (report["files"], not_ready(report)) == (1, "")
     assert [version.state.name for version in await node.protected(*mount.saved)] == ["PROTECTED"]
+
+
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 @pytest.mark.parametrize("state", [StoreState.LOST, StoreState.REMOVED])
 async def test_who_is_no_member_any_more_neither_drains_nor_stays(cluster: Any, state: StoreState) -> None:
