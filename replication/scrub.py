@@ -81,8 +81,8 @@ class ScrubStatistics:
 
 
 class Scrub:
-    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never; `limit` is shared with others who read. Making
-    one reads the index."""
+    """Use: `run` in a nursery. `now_ns` is the wall clock; `period_seconds` 0: never; `limit` is shared with others who read.
+    Making one reads the index."""
 
     def __init__(
         self,
