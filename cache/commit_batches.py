@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 from ckptfs.cache.catalog_format import Version
 from ckptfs.cache.catalog_kv import COMPARES_MAX, OPERATIONS_MAX, Compare, KeyValue, Operation
 from ckptfs.cache.catalog_records import Conflict, Plan, commit, repeated, require_room
+from ckptfs.cache.errors import DamagedRecord
 from ckptfs.cache.ids import Vid
 
 Item = TypeVar("Item")
@@ -19,7 +20,8 @@ Done = list[tuple[Item, list[tuple[Vid, Version]]]]
 async def commit_batched(
     kv: KeyValue, items: Sequence[Item], planner: Planner[Item], careful_planner: Planner[Item]
 ) -> Done[Item]:
-    """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one.
+    """Plan and commit the items, as many in a transaction as fit; where one of those fails, one by one. One of which a record is
+    damaged is left out.
 
     Records grow with each step: on a drive that is full they wait, all but those that end another version, whose segment makes
     room. Raises `CatalogFull` if that leaves none, and what `commit` raises.
@@ -28,14 +30,14 @@ async def commit_batched(
     batch = _Batch[Item]()
     is_short = kv.is_short_of_room()
     for item in items:
-        planned = await planner(item)
+        planned = await _planned(planner, item)
         if planned is None or (is_short and not planned[1]):
             continue
         if not batch.fits(planned[0]):
             done += await _commit_batch(kv, batch, careful_planner)
             batch = _Batch()
             # Read again: what was just committed may have changed what this plan compares.
-            planned = await planner(item)
+            planned = await _planned(planner, item)
             if planned is None:
                 continue
         batch.add(item, *planned)
@@ -43,6 +45,13 @@ async def commit_batched(
     if is_short and not done:
         require_room(kv)
     return done
+
+
+async def _planned(planner: Planner[Item], item: Item) -> Planned | None:
+    try:
+        return await planner(item)
+    except DamagedRecord:  # an error of this file, and of no other
+        return None
 
 
 async def _commit_batch(kv: KeyValue, batch: "_Batch[Item]", careful_planner: Planner[Item]) -> Done[Item]:
@@ -57,7 +66,7 @@ async def _commit_batch(kv: KeyValue, batch: "_Batch[Item]", careful_planner: Pl
 
 async def _commit_one(kv: KeyValue, item: Item, careful_planner: Planner[Item]) -> Done[Item]:
     async def attempt() -> Done[Item]:
-        planned = await careful_planner(item)
+        planned = await _planned(careful_planner, item)
         if planned is None:
             return []
         plan, ended = planned

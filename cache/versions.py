@@ -465,13 +465,17 @@ class Versions:
     async def local_versions(
         self, store: StoreId, states: Sequence[VersionState] = (VersionState.OPEN, VersionState.LOCAL)
     ) -> list[tuple[Vid, Version]]:
-        """Versions in these states whose home is the store, by a walk over all versions: for rebuilding its database."""
-        async with aclosing(self.walk_local_versions(store, states)) as versions:
+        """Versions in these states whose home is the store, by a walk over all versions: for rebuilding its database. Damaged
+        records are passed over."""
+        async with aclosing(self.walk_local_versions(store, states, damaged=set())) as versions:
             return [item async for item in versions]
 
-    def walk_local_versions(self, store: StoreId, states: Sequence[VersionState]) -> AsyncGenerator[tuple[Vid, Version], None]:
-        """As `local_versions`, one after the other: there may be a million. Whoever walks lets others run meanwhile."""
-        return versions_at_home(self.kv, store, states)
+    def walk_local_versions(
+        self, store: StoreId, states: Sequence[VersionState], *, damaged: set[bytes] | None = None
+    ) -> AsyncGenerator[tuple[Vid, Version], None]:
+        """As `local_versions`, one after the other: there may be a million. Whoever walks lets others run meanwhile. A damaged
+        record raises `DamagedRecord`, or its key is put into `damaged`."""
+        return versions_at_home(self.kv, store, states, damaged=damaged)
 
 
 def _check_protected(protected: ProtectedCommit, version: Version) -> None:

@@ -7,7 +7,7 @@ import os
 import trio
 
 from ckptfs.cache.catalog_format import NO_SEGMENT, Inode, Version, VersionState
-from ckptfs.cache.errors import ContentMoved, HeldElsewhere, NameMoved, NoSuchName
+from ckptfs.cache.errors import ContentMoved, DamagedData, HeldElsewhere, NameMoved, NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid, new_segment_id
 from ckptfs.cache.mount_db import FileState, MountDatabase, RemoteRow
 from ckptfs.cache.namespace import Namespace
@@ -98,8 +98,8 @@ class FileContent:
             return self._elsewhere.restore(noted)
         try:
             return await self.for_reading(ino, await self._namespace.inode(ino))
-        except (NoSuchName, ContentUnreachable):
-            log.warning("handle_without_content inode=%d: the file was removed, and what was open is not known any more", ino)
+        except (NoSuchName, ContentUnreachable, DamagedData) as error:
+            log.warning("handle_without_content inode=%d: what was open is not known any more: %s", ino, error)
             file = FileInUse(ino, FileState.PROTECTED, Vid(b""), None, None, 0, record=NAMELESS)
             self._open_files.add(file)
             return file

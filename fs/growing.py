@@ -9,6 +9,7 @@ What is closed must never be hidden by older bytes. So every close for writing, 
 catalog, before its request is answered; for a file that is still open then another one is made soon.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,7 +19,7 @@ import trio
 
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_records import existing_inode
-from ckptfs.cache.errors import CacheError, NoSuchName
+from ckptfs.cache.errors import CacheError, DamagedRecord, NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid, new_vid
 from ckptfs.cache.mount_db import Exposure, FileState, MountDatabase, WaitingVersion
 from ckptfs.cache.prefixes import Prefix, begin_prefix, give_up_prefix, void_prefix
@@ -188,26 +189,26 @@ class GrowingFiles:
         waiting = {one.ino: one for one in self._database.prefixes()}
         for file in self._open_files:
             growth = self._growth_of(file)
-            if growth is None:
-                continue
-            try:
-                inode, _ = await existing_inode(self._kv, file.ino)
-            except NoSuchName:
-                continue
-            growth.is_held = inode.prefix_holds
-            if inode.prefix is not None and inode.prefix_holds:
-                version = await self._versions.version(inode.prefix)
-                growth.size = 0 if version is None else version.size
-            if inode.prefix_next is None:
-                continue
-            row = waiting.get(file.ino)
-            if row is not None and row.vid == inode.prefix_next:
-                del waiting[file.ino]
-                growth.prefix, growth.prefix_size, growth.taken_ns = row.vid, row.size, row.exposed_ns
-                growth.started_at = trio.current_time()
-            else:
-                await give_up_prefix(self._kv, file.ino, inode.prefix_next)
+            if growth is not None:
+                with contextlib.suppress(NoSuchName, DamagedRecord):  # an error of this file, not of the mount
+                    await self._take_up(file.ino, growth, waiting)
         self._database.remove_prefixes(list(waiting))
+
+    async def _take_up(self, ino: InodeNumber, growth: _Growth, waiting: dict[InodeNumber, WaitingVersion]) -> None:
+        inode, _ = await existing_inode(self._kv, ino)
+        growth.is_held = inode.prefix_holds
+        if inode.prefix is not None and inode.prefix_holds:
+            version = await self._versions.version(inode.prefix)
+            growth.size = 0 if version is None else version.size
+        if inode.prefix_next is None:
+            return
+        row = waiting.get(ino)
+        if row is not None and row.vid == inode.prefix_next:
+            del waiting[ino]
+            growth.prefix, growth.prefix_size, growth.taken_ns = row.vid, row.size, row.exposed_ns
+            growth.started_at = trio.current_time()
+        else:
+            await give_up_prefix(self._kv, ino, inode.prefix_next)
 
     # Looking
 

@@ -158,7 +158,10 @@ class MountRecovery:
         if is_named and row.state is FileState.ORPHAN:  # its first name is not noted here, or its last one's removal was lost
             row = row._replace(state=FileState.OPEN, orphan=b"")
             self._database.put_file(row)
-        version = await self._versions.version(row.vid)
+        try:
+            version = await self._versions.version(row.vid)
+        except DamagedData:
+            return self._restore_as_noted(row, in_use=in_use)
         if not row.orphan and (version is None or version.segment != row.segment):
             row, version = await self._carried_on(row, version)
         nameless = version is None or not is_named
@@ -196,6 +199,22 @@ class MountRecovery:
         self._open_files.add(file)
         if nameless and row.state is not FileState.ORPHAN:
             self._database.put_file(self._open_files.row(file))
+        return True
+
+    def _restore_as_noted(self, row: FileRow, *, in_use: bool) -> bool:
+        """Of a file whose version's record is damaged the row is all there is to go by: it stays, and so does its segment.
+        Programs that have it open go on; it can't be sealed, and who opens it gets an error."""
+        log.error("record_damaged inode=%d vid=%s name=%r: it is kept as it lies here", row.ino, row.vid.hex(), row.path_hint)
+        if in_use:
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = self._segments.open_read(row.segment)
+                file = FileInUse(
+                    row.ino, row.state, row.vid, row.segment, descriptor, row.exposed_ns, row.path_hint, backing_id=row.backing_id
+                )
+                file.sync_failed = self._segments.has_sync_failed(descriptor)
+                if row.orphan:
+                    file.orphan = unpack(Inode, row.orphan)
+                self._open_files.add(file)
         return True
 
     async def _has_name(self, ino: InodeNumber) -> bool:
@@ -253,10 +272,10 @@ class MountRecovery:
         what is known of the row."""
         try:
             inode = await self._namespace.inode(row.ino)
+            vid = inode.open
+            version = None if vid is None else await self._versions.version(vid)
         except (NoSuchName, DamagedData):
             return row, known
-        vid = inode.open
-        version = None if vid is None else await self._versions.version(vid)
         if vid is None or version is None or version.segment != row.segment:
             return row, known
         # Nobody was given a handle to write with: these still are its times. Where it is gone, or the drive takes no writes,

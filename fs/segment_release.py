@@ -170,7 +170,8 @@ class SegmentRelease:
             written = ((self._segments.written_at_ns(segment), vid) for segment, vid in walked)
             return heapq.nsmallest(OLDEST_MAX, chain(oldest, written))
 
-        async with aclosing(self._versions.walk_local_versions(self._store, (VersionState.PROTECTED,))) as versions:
+        walk = self._versions.walk_local_versions(self._store, (VersionState.PROTECTED,), damaged=set())
+        async with aclosing(walk) as versions:
             async for vid, version in versions:
                 if version.segment != NO_SEGMENT and vid not in self._not_before:
                     walked.append((version.segment, vid))

@@ -148,7 +148,8 @@ class SegmentSweep:
         return len(gone)
 
     async def _unnamed(self, listing: bytes) -> list[SegmentId]:
-        """Those that no version names, or most of them: the rest is found by the next sweeps."""
+        """Those that no version names, or most of them: the rest is found by the next sweeps. A damaged record ends it, for
+        nobody knows what that one names."""
         named = IdFilter(len(listing) // ID_SIZE)
         if listing:
             async with aclosing(self._versions.walk_local_versions(self._store, tuple(VersionState))) as versions:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import trio
 import trio.testing
 
 from ckptfs.cache import refusal_mark
-from ckptfs.cache.catalog_format import VersionState
+from ckptfs.cache.catalog_format import VersionState, inode_key, version_key
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id, new_vid
@@ -687,3 +689,32 @@ async def test_a_file_system_that_refused_writes_and_was_unmounted_is_as_good_as
     with pytest.raises(NoSuchName):
         await node.namespace.inode(InodeNumber(ino))
     assert mark.was_unmounted() is None
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+@pytest.mark.parametrize("kind", ["inode", "version"])
+async def test_a_damaged_record_of_one_file_is_no_reason_not_to_start(start_node: StartNode, kind: str, power_cut: bool) -> None:
+    node = await start_node()
+    ino, fh = await node.create(b"hurt")
+    await node.write(fh, b"bytes")
+    waiting = await node.save(b"hurt too", b"bytes")
+    other, other_fh = await node.create(b"other")
+    await node.write(other_fh, b"content")
+    for one in (fh, other_fh):
+        await node.fsync(one)
+    rows = [node.database.file(one) for one in (ino, waiting)]
+    with closing(sqlite3.connect(node.kv.path)) as database, database:
+        for row in rows:
+            key = inode_key(row.ino) if kind == "inode" else version_key(row.vid)
+            database.execute("UPDATE kv SET value = x'00' WHERE key = ?", (key,))
+    node = await _killed(start_node, node, power_cut=power_cut)
+    assert await node.read(other_fh) == b"content"
+    assert await node.read(fh) == b"bytes"
+    await node.release(other_fh)
+    await node.release(fh)
+    with trio.fail_after(60):
+        while await node.state(other) is not VersionState.LOCAL:
+            await node.settle()
+            await trio.lowlevel.checkpoint()
+    assert [node.database.file(one) is not None for one in (ino, waiting)] == [True, True]
+    assert all(os.path.exists(node.segments.path_of(row.segment)) for row in rows)
