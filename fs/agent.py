@@ -51,6 +51,7 @@ from ckptfs.replication.read_repair import ReadRepair
 from ckptfs.replication.rebalance import Rebalancer
 from ckptfs.replication.rebuild import Rebuilder
 from ckptfs.replication.repair import Repairer
+from ckptfs.replication.repair_pass import RUN_BYTES_MAX
 from ckptfs.replication.replicator import LocalVersions, Replicator
 from ckptfs.replication.restore import Restorer
 from ckptfs.replication.scrub import Scrub
@@ -254,7 +255,17 @@ class Agent:
         pace = Pace(settings.repair_bytes_per_second_max)
         take_stripe = BufferBudget(REBUILT_AT_ONCE * max(stripe_bytes, VERIFY_BUFFER_BYTES // 2)).take
         movers = [
-            Repairer(kv, self.versions, self.members, self.holders, codec, self._threads, take_stripe, pace=pace.spend)
+            Repairer(
+                kv,
+                self.versions,
+                self.members,
+                self.holders,
+                codec,
+                self._threads,
+                take_stripe,
+                pace=pace.spend,
+                run_bytes_max=min(RUN_BYTES_MAX, pace.bytes_at_once),
+            )
             for _ in range(REBUILT_AT_ONCE)
         ]
         mover = ShardMover(kv, self.versions, self.members, reader, self.holders, movers, pace.spend)

@@ -66,7 +66,15 @@ def pack_head(type_: int, request: int, header: bytes, payload: Buffer | None = 
 
     Raises `ValueError` for what no frame can carry.
     """
-    length = 0 if payload is None else len(payload)
+    return _pack_head(type_, request, header, payload, 0 if payload is None else len(payload), payload_hash)
+
+
+def pack_head_of_file(type_: int, request: int, header: bytes, length: int, payload_hash: bytes) -> bytes:
+    """As `pack_head`, for a payload of so many bytes that aren't in memory."""
+    return _pack_head(type_, request, header, None, length, payload_hash)
+
+
+def _pack_head(type_: int, request: int, header: bytes, payload: Buffer | None, length: int, payload_hash: bytes | None) -> bytes:
     if not 1 <= type_ <= 255 or not 1 <= request < 1 << 32 or len(header) > HEADER_SIZE_MAX or length > PAYLOAD_SIZE_MAX:
         raise ValueError(f"a frame of type {type_}, request {request}, with {len(header)} + {length} bytes")
     if length == 0:

@@ -69,24 +69,34 @@ class FrameStream:
         head, _ = self._pack(request, message, payload, payload_hash)
         self.connection.send_in_thread(head, payload)
 
-    def receive_in_thread(self) -> Incoming | None:
+    def send_file_in_thread(
+        self, request: int, message: Message, descriptor: int, offset: int, length: int, payload_hash: bytes
+    ) -> None:
+        """A frame whose payload is a part of a file, as the drive gives it."""
+        type_, header = peer_messages.encode(message)
+        head = frame_format.pack_head_of_file(type_, request, header, length, payload_hash)
+        self.sent_bytes += len(head) + length
+        self.connection.send_file_in_thread(head, descriptor, offset, length)
+
+    def receive_in_thread(self, *, seconds: float | None = None) -> Incoming | None:
+        """`seconds`: how long it may take, where that is not the stall limit."""
         if self._untaken_bytes:
             raise AssertionError("a payload was left untaken")
-        if not self.connection.receive_in_thread(self._prelude):
+        if not self.connection.receive_in_thread(self._prelude, seconds=seconds):
             return None
         prelude = frame_format.unpack_prelude(self._prelude)
         header = memoryview(bytearray(prelude.header_length))
         self._fill_in_thread(header)
         return self._unpack(prelude, header)
 
-    def receive_payload_in_thread(self, incoming: Incoming, buffer: memoryview) -> memoryview:
+    def receive_payload_in_thread(self, incoming: Incoming, buffer: memoryview, *, seconds: float | None = None) -> memoryview:
         """The payload, in the front of `buffer`, its hash not checked."""
         view = self._place(incoming, buffer)
-        self._fill_in_thread(view)
+        self._fill_in_thread(view, seconds)
         return view
 
-    def _fill_in_thread(self, view: memoryview) -> None:
-        if len(view) and not self.connection.receive_in_thread(view):
+    def _fill_in_thread(self, view: memoryview, seconds: float | None = None) -> None:
+        if len(view) and not self.connection.receive_in_thread(view, seconds=seconds):
             raise PeerUnreachable("the peer closed the connection in the middle")
 
     # ---- what both have in common

@@ -10,18 +10,26 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from ckptfs.cache.checksum import Buffer
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.replication.conversation import PeerIdentity
-from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ShardDamaged, ShardNotFound
+from ckptfs.replication.errors import (
+    PeerRefused,
+    PeerUnreachable,
+    RefusalReason,
+    ReplicationError,
+    ShardDamaged,
+    ShardNotFound,
+)
 from ckptfs.replication.members import Members
 from ckptfs.replication.own_store import OwnStore
 from ckptfs.replication.peer_answers import Kept
 from ckptfs.replication.peer_client import KeptCells, Mended, PeerClient
 from ckptfs.replication.peer_messages import HomeAnswer, HomeCall
 from ckptfs.replication.peer_pool import PeerPool
-from ckptfs.replication.peer_streams import PutStream
+from ckptfs.replication.peer_streams import CellStream, PutStream
 from ckptfs.replication.segment_files import SegmentHashes, SegmentStatus
 from ckptfs.replication.shard_format import ShardFooter, ShardHeader
 from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.small_copies import SmallCopy
+from ckptfs.replication.stripe_run import CellRun
 from ckptfs.replication.striped_attempt import ShardSink
 from ckptfs.replication.transport import Transport
 
@@ -40,6 +48,9 @@ class PeerSink:
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         await self._stream.send_cell(stripe, cell, digest)
 
+    def send_cell_in_thread(self, stripe: int, cell: memoryview, digest: bytes) -> bool:
+        return self._stream.send_cell_in_thread(stripe, cell, digest)
+
     async def send_zeros(self, stripe: int, count: int) -> None:
         await self._stream.send_zeros(stripe, count)
 
@@ -52,6 +63,19 @@ class PeerSink:
             await self._stream.aclose()
         finally:
             await self._connection.aclose()
+
+
+class PeerCells:
+    """Cells on their way from a peer (a `stripe_run.CellRun`)."""
+
+    def __init__(self, stream: CellStream) -> None:
+        self._stream = stream
+
+    def next_in_thread(self, buffer: memoryview, seconds: float) -> int:
+        try:
+            return self._stream.next_in_thread(buffer, seconds)
+        except PeerRefused as refused:
+            raise of_shard(refused) from None
 
 
 class Peers:
@@ -125,6 +149,19 @@ class Holders:
         async with self.reading(store) as client:
             return await client.read_cell(vid, index, stripe, buffer)
 
+    @asynccontextmanager
+    async def cells(self, store: StoreId, vid: Vid, index: int, first: int, count: int) -> AsyncIterator[CellRun]:
+        """The shard's cells of so many stripes, for a thread to take in inside."""
+        if store == self._members.own_store:
+            yield self._own.cells(vid, index, first)
+            return
+        async with (
+            self._peers.reading(store, self._address(store)) as client,
+            client.read_cells(vid, index, first, count) as cells,
+        ):
+            await cells.begin()
+            yield PeerCells(cells)
+
     async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
         if store == self._members.own_store:
             return await self._own.footer(vid, index)
@@ -183,11 +220,13 @@ class Holders:
             async with self._peers.reading(store, self._address(store)) as client:
                 yield client
         except PeerRefused as refused:
-            if refused.reason is RefusalReason.NOT_FOUND:
-                raise ShardNotFound(refused.message) from None
-            if refused.reason is RefusalReason.DAMAGED:
-                raise ShardDamaged(refused.message) from None
-            raise
+            raise of_shard(refused) from None
+
+
+def of_shard(refused: PeerRefused) -> ReplicationError:
+    """What a holder that refuses says of its shard."""
+    kinds = {RefusalReason.NOT_FOUND: ShardNotFound, RefusalReason.DAMAGED: ShardDamaged}
+    return kinds[refused.reason](refused.message) if refused.reason in kinds else refused
 
 
 class Keepers:

@@ -3,7 +3,8 @@
 Refusals are the same as a peer's (`PeerRefused`), so that who puts and reads shards has one set of errors to know.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import trio
@@ -53,6 +54,11 @@ class OwnSink:
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         await self._store.put(self._writer.write_cell, stripe, cell, digest)
 
+    def send_cell_in_thread(self, stripe: int, cell: memoryview, digest: bytes) -> bool:
+        with refusing():
+            self._writer.write_cell(stripe, cell, digest)
+        return True
+
     async def send_zeros(self, stripe: int, count: int) -> None:
         await self._store.put(self._writer.write_zeros, stripe, count)
 
@@ -62,6 +68,28 @@ class OwnSink:
 
     async def aclose(self) -> None:
         await self._store.put(self._writer.suspend)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Errors of a writer become `PeerRefused`."""
+    try:
+        yield
+    except (ShardConflict, ShardDamaged, StoreFull, StoreFailed, WriterRevoked) as error:
+        raise PeerRefused(_REASONS[type(error)], str(error)) from None
+
+
+class OwnCells:
+    """Cells of one shard of the own store, one after the other (a `stripe_run.CellRun`)."""
+
+    def __init__(self, readers: ShardReaders, vid: Vid, index: int, first: int) -> None:
+        self._readers, self._vid, self._index, self._next_stripe = readers, vid, index, first
+
+    def next_in_thread(self, buffer: memoryview, seconds: float) -> int:
+        with self._readers.borrow(self._vid, self._index) as reader:
+            length = reader.read_cell(self._next_stripe, buffer, check=False)
+        self._next_stripe += 1
+        return length
 
 
 class OwnStore:
@@ -82,10 +110,8 @@ class OwnStore:
 
     async def put(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a writing function in a thread; its errors become `PeerRefused`."""
-        try:
+        with refusing():
             return await trio.to_thread.run_sync(function, *arguments, limiter=self._write_limiter)
-        except (ShardConflict, ShardDamaged, StoreFull, StoreFailed, WriterRevoked) as error:
-            raise PeerRefused(_REASONS[type(error)], str(error)) from None
 
     async def put_shard(
         self, header: ShardHeader, ino: InodeNumber, path_hint: bytes, revision: int, hole_bytes: int = 0
@@ -98,6 +124,10 @@ class OwnStore:
     async def read_cell(self, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
         """Read one cell, unchecked. Raises `ShardNotFound`, `ShardDamaged`."""
         return await self._read(self._read_cell, vid, index, stripe, buffer)
+
+    def cells(self, vid: Vid, index: int, first: int) -> OwnCells:
+        """The cells of a shard from that stripe on, unchecked."""
+        return OwnCells(self._readers, vid, index, first)
 
     async def footer(self, vid: Vid, index: int) -> ShardFooter:
         def read() -> ShardFooter:

@@ -1,5 +1,7 @@
 """How fast work may go that nobody waits for."""
 
+import sys
+
 import trio
 
 
@@ -10,6 +12,11 @@ class Pace:
         self._bytes_per_second = bytes_per_second
         self._within = within
         self._free_at = 0.0
+
+    @property
+    def bytes_at_once(self) -> int:
+        """What goes in a twentieth of a second: so much may be sent before it is spent, and nobody waits long for the rest."""
+        return int(self._bytes_per_second / 20) if self._bytes_per_second else sys.maxsize
 
     async def spend(self, size_bytes: int) -> None:
         """Call it after the bytes went; it returns when the next may."""

@@ -292,25 +292,16 @@ class PeerAnswers:
 
     async def _send_cells(self, talk: Talk, request: int, message: CellsGet) -> None:
         """Cells go out as they are, with the hash they should have: who asked compares."""
-        vid, index = Vid(message.vid), message.index
-        header = self._readers.header_if_open(vid, index)
-        if header is None:
-            header = await self._read(self._header_of, vid, index)
-        async with _Taken(self._budget, max(1, header.cell_length(0)), self._limits.buffer_wait_seconds) as buffer:
-            await self._read(self._send_cells_in_thread, talk, request, message, buffer)
-        await talk.stream.send(request, CellsDone())
+        await self._read(self._send_cells_in_thread, talk, request, message)
 
-    def _header_of(self, vid: Vid, index: int) -> ShardHeader:
-        with self._readers.borrow(vid, index) as reader:
-            return reader.header
-
-    def _send_cells_in_thread(self, talk: Talk, request: int, message: CellsGet, buffer: memoryview) -> None:
+    def _send_cells_in_thread(self, talk: Talk, request: int, message: CellsGet) -> None:
         with self._readers.borrow(Vid(message.vid), message.index) as reader:
-            last = min(message.first_stripe + message.count, reader.header.cell_count)
-            for stripe in range(message.first_stripe, last):
-                length = reader.read_cell(stripe, buffer, check=False)
-                talk.stream.send_in_thread(request, Cell(stripe), buffer[:length], reader.footer.cell_hash(stripe))
+            header = reader.header
+            for stripe in range(message.first_stripe, min(message.first_stripe + message.count, header.cell_count)):
+                place = reader.descriptor, header.cell_offset(stripe), header.cell_length(stripe)
+                talk.stream.send_file_in_thread(request, Cell(stripe), *place, reader.footer.cell_hash(stripe))
                 trio.from_thread.check_cancelled()
+        talk.stream.send_in_thread(request, CellsDone(), b"", b"")
 
     async def _put_copies(self, talk: Talk, incoming: Incoming, message: CopiesPut) -> None:
         total = sum(copy.size for copy in message.copies)

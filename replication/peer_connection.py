@@ -133,28 +133,39 @@ class PeerConnection:
             raise PeerUnreachable("the connection was closed")
         for _ in range(WORKING_COUNT_MAX):
             incoming = await stream.receive()
-            if incoming is None:
-                raise PeerUnreachable(f"{self.address} closed the connection instead of answering")
+            if incoming is not None and isinstance(incoming.message, Refused) and incoming.request != request:
+                self.close()  # said of the whole connection
+            incoming = self._checked(incoming, request)
             message = incoming.message
-            if isinstance(message, Refused):
-                self._refused(message, incoming.request == request)
-            if incoming.request != request:
-                raise ProtocolViolation(f"an answer to request {incoming.request}, not {request}")
-            if isinstance(message, Working):
-                continue
             if isinstance(message, kinds):
                 return incoming, message
-            raise ProtocolViolation(f"a {type(message).__name__} as an answer")
+            if not isinstance(message, Working):
+                raise ProtocolViolation(f"a {type(message).__name__} as an answer")
         raise PeerUnreachable(f"{self.address} is at work for too long")
 
-    def _refused(self, message: Refused, of_this_request: bool) -> None:
-        if not of_this_request:
-            self.close()  # said of the whole connection
+    def receive_in_thread(self, request: int, seconds: float) -> Incoming:
+        """As `receive_any`, of any kind, from a thread of `trio.to_thread`; it may take that long."""
+        stream = self.stream
+        if stream is None:
+            raise PeerUnreachable("the connection was closed")
+        return self._checked(stream.receive_in_thread(seconds=seconds), request)
+
+    def _checked(self, incoming: Incoming | None, request: int) -> Incoming:
+        """What came, unless it is no answer to that request, or a refusal."""
+        if incoming is None:
+            raise PeerUnreachable(f"{self.address} closed the connection instead of answering")
+        if isinstance(incoming.message, Refused):
+            raise self._refusal(incoming.message)
+        if incoming.request != request:
+            raise ProtocolViolation(f"an answer to request {incoming.request}, not {request}")
+        return incoming
+
+    def _refusal(self, message: Refused) -> PeerRefused:
         try:
             reason = RefusalReason(message.reason)
         except ValueError:
             reason = RefusalReason.INVALID
-        raise PeerRefused(reason, f"{self.address}: {message.message}")
+        return PeerRefused(reason, f"{self.address}: {message.message}")
 
     async def payload(self, incoming: Incoming, buffer: memoryview, *, check: bool = True) -> memoryview:
         """The payload that comes with it, in the buffer."""

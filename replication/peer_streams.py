@@ -37,6 +37,22 @@ class PutStream:
         elif length:
             await self._send(Cell(stripe), cell, digest)
 
+    def send_cell_in_thread(self, stripe: int, cell: Buffer, digest: bytes) -> bool:
+        """As `send_cell`, from a thread of `trio.to_thread`; False, with nothing sent, if the peer has said something, which
+        `send_cell` finds out. Raises `PeerUnreachable`, `ValueError`; `aclose` follows."""
+        length = self.header.cell_length(stripe)
+        if stripe != self._next_stripe or len(cell) != length or not length:
+            raise ValueError(f"cell {stripe} of {len(cell)} bytes, expected {self._next_stripe} of {length}")
+        client = self._client
+        if client.under_way is not self or client.stream is None:
+            raise PeerUnreachable("the put has ended")
+        if client.stream.connection.has_input():
+            return False
+        zeros = digest == zero_hash(length)
+        client.stream.send_in_thread(self._request, Cell(stripe, int(zeros)), b"" if zeros else cell, digest)
+        self._next_stripe += 1
+        return True
+
     async def send_zeros(self, stripe: int, count: int) -> None:
         """As `send_cell`, for so many cells of zeros from that stripe on."""
         if stripe != self._next_stripe or count < 1:
@@ -125,10 +141,7 @@ class CellStream:
         """The next cell. Raises `PeerRefused`, `PeerUnreachable`, `ProtocolViolation`, which end the iteration."""
         client = self._client
         if self._state == "new":
-            async with client.asking(self._message) as self._request:
-                pass
-            client.under_way, self._state = self, "open"
-            self.stripe = self._message.first_stripe - 1
+            await self.begin()
         if self._state == "ended":
             raise StopAsyncIteration
         if client.under_way is not self:
@@ -144,6 +157,31 @@ class CellStream:
             raise StopAsyncIteration
         return cell
 
+    async def begin(self) -> None:
+        """Ask for the cells. Raises `PeerUnreachable`, `PeerRefused`."""
+        async with self._client.asking(self._message) as self._request:
+            pass
+        self._client.under_way, self._state = self, "open"
+        self.stripe = self._message.first_stripe - 1
+
+    def next_in_thread(self, buffer: memoryview, seconds: float) -> int:
+        """The next cell, in the front of `buffer`, from a thread of `trio.to_thread` after `begin`; its length, 0 after the last
+        one. It may take that long. Raises as `__anext__`; what failed is closed by `aclose`."""
+        if self._state != "open" or self._client.under_way is not self or self._client.stream is None:
+            raise PeerUnreachable("the reading has ended")
+        incoming = self._client.receive_in_thread(self._request, seconds)
+        message = incoming.message
+        if isinstance(message, CellsDone):
+            self._end()
+            return 0
+        self._require_next(message)
+        length = len(self._client.stream.receive_payload_in_thread(incoming, buffer, seconds=seconds))
+        if self.stripe + 1 == self._message.first_stripe + self._message.count:
+            if not isinstance(self._client.receive_in_thread(self._request, seconds).message, CellsDone):
+                raise ProtocolViolation("more cells than were asked for")
+            self._end()
+        return length
+
     async def aclose(self) -> None:
         """Give up what wasn't read: that closes the connection, for the rest is under way. Harmless when repeated."""
         if self._state == "open" and self._client.under_way is self:
@@ -151,13 +189,11 @@ class CellStream:
         self._state = "ended"
 
     async def _next(self) -> memoryview | None:
-        client, message = self._client, self._message
+        client = self._client
         incoming, answer = await client.receive_any(self._request, Cell, CellsDone)
         if not isinstance(answer, Cell):
             return None
-        if answer.stripe != self.stripe + 1 or answer.stripe >= message.first_stripe + message.count:
-            raise ProtocolViolation(f"cell {answer.stripe} after {self.stripe}")
-        self.stripe = answer.stripe
+        self._require_next(answer)
         if self._into is not None:
             buffer = self._into(answer.stripe)
         else:
@@ -165,6 +201,12 @@ class CellStream:
                 self._buffer = memoryview(bytearray(incoming.payload_length))
             buffer = self._buffer
         return await client.payload(incoming, buffer, check=False)
+
+    def _require_next(self, answer: Message) -> None:
+        asked = self._message
+        if not isinstance(answer, Cell) or answer.stripe != self.stripe + 1 or answer.stripe >= asked.first_stripe + asked.count:
+            raise ProtocolViolation(f"{answer!r:.100} after cell {self.stripe}")
+        self.stripe = answer.stripe
 
     def _end(self) -> None:
         self._state = "ended"

@@ -1,11 +1,15 @@
 """Holders' shards and segments without those shards that are known to be unreadable: nobody asks for them again at every
 stripe."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from ckptfs.cache.ids import SegmentId, StoreId, Vid
 from ckptfs.replication.errors import ShardNotFound
 from ckptfs.replication.segment_files import SegmentHashes
 from ckptfs.replication.shard_format import ShardFooter
 from ckptfs.replication.stripe_reader import ShardReaders
+from ckptfs.replication.stripe_run import CellRun
 
 
 class ReadableShards:
@@ -18,6 +22,12 @@ class ReadableShards:
     async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
         self._require_readable(index)
         return await self._holders.read_cell(store, vid, index, stripe, buffer)
+
+    @asynccontextmanager
+    async def cells(self, store: StoreId, vid: Vid, index: int, first: int, count: int) -> AsyncIterator[CellRun]:
+        self._require_readable(index)
+        async with self._holders.cells(store, vid, index, first, count) as cells:
+            yield cells
 
     async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter:
         self._require_readable(index)

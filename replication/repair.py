@@ -14,14 +14,12 @@ had so is made of the others.
 """
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import trio
 
-from ckptfs.cache.catalog_format import UNKNOWN_ROOT, Shard, ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.catalog_format import Shard, ShardLayout, StoreState, Version, VersionState
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.versions import RepairedCommit
@@ -41,17 +39,15 @@ from ckptfs.replication.new_holder import new_holder
 from ckptfs.replication.protect import DurableCatalog, ShardHolders
 from ckptfs.replication.quiet_threads import QuietThreads
 from ckptfs.replication.readable_shards import ReadableShards
+from ckptfs.replication.repair_pass import RUN_BYTES_MAX, Lane, RepairPass
 from ckptfs.replication.shard_format import PATH_HINT_SIZE_MAX, ShardFooter, ShardHeader
 from ckptfs.replication.small_copies import SmallCopy
-from ckptfs.replication.stripe_reader import ShardReaders, StripedContent, StripeReader, shard_root_of
-from ckptfs.replication.striped_attempt import ShardSink, stripe_buffer_size
-from ckptfs.replication.stripes import stripe_cells
+from ckptfs.replication.stripe_reader import ShardReaders, StripeReader, shard_root_of
+from ckptfs.replication.stripe_run import StripedContent
+from ckptfs.replication.striped_attempt import stripe_buffer_size
 from ckptfs.replication.verify_report import FileReport
 
 logger = logging.getLogger(__name__)
-
-STILL_THERE_SECONDS = 1.0
-"""How often it is looked whether the version still is what it was; the commit compares that anyway."""
 
 ROUNDS_MAX = 4
 """How often what failed is tried again, at the same holder or at another, before it is reported."""
@@ -84,28 +80,6 @@ async def at_once(size_bytes: int) -> None:
     """The pace of a repair somebody waits for."""
 
 
-@dataclass
-class _Lane:
-    """One shard that is rebuilt. `store` is where it is put in this round. `table` is that of its cells, once it is proved;
-    `root` is what its holder acknowledged."""
-
-    index: int
-    store: StoreId
-    table: bytes | None = None
-    root: bytes | None = None
-    hashes: bytearray = field(default_factory=bytearray)
-    next_stripe: int = 0
-    sink: ShardSink | None = None
-    failures: list[StoreId] = field(default_factory=list)
-    useless: set[StoreId] = field(default_factory=set)
-    problem: str = ""
-    given_up: bool = False
-    done: bool = False
-
-    def give_up(self, problem: str) -> None:
-        self.problem, self.given_up = problem, True
-
-
 class Repairer:
     """Repairs one version at a time, at low priority. `take_buffer(size)` is an async context manager that gives a buffer, as
     `BufferBudget.take`: one stripe is in memory at a time."""
@@ -121,9 +95,11 @@ class Repairer:
         take_buffer: Callable[[int], Any],
         *,
         pace: Callable[[int], Awaitable[None]] = at_once,
+        run_bytes_max: int = RUN_BYTES_MAX,
     ) -> None:
-        """`pace` is told how many bytes were sent, and returns when more may be."""
+        """`pace` is told how many bytes were sent, and returns when more may be; before, so many are sent at most."""
         self._pace = pace
+        self._run_bytes_max = run_bytes_max
         self._kv = kv
         self._versions = versions
         self._members = members
@@ -173,10 +149,10 @@ class Repairer:
         )
 
     @staticmethod
-    def _lanes(version: Version, indices: Iterable[int]) -> list[_Lane]:
-        return [_Lane(index, version.shards[index].store) for index in sorted(indices)]
+    def _lanes(version: Version, indices: Iterable[int]) -> list[Lane]:
+        return [Lane(index, version.shards[index].store) for index in sorted(indices)]
 
-    async def _rebuild(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
+    async def _rebuild(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[Lane], path_hint: bytes) -> None:
         """Bring the lanes as far as they can be, and record where they are. Raises `VersionReplaced`."""
         path_hint = path_hint if len(path_hint) <= PATH_HINT_SIZE_MAX else b""
         try:
@@ -194,7 +170,7 @@ class Repairer:
 
     # ---- striped
 
-    async def _rebuild_shards(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
+    async def _rebuild_shards(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[Lane], path_hint: bytes) -> None:
         content, footer, unreadable = await self._open(vid, version, lanes)
         hints = (ino, path_hint, await self._kv.revision()) if footer is None else (footer.ino, footer.path_hint, footer.revision)
         reader = StripeReader(self._members, ReadableShards(self._holders, unreadable), self._codec)
@@ -204,16 +180,16 @@ class Repairer:
             if lane.index < k:
                 cells = range(lane.index, geometry.cell_count, k)
                 lane.table = b"".join(content.table[cell * HASH_SIZE : (cell + 1) * HASH_SIZE] for cell in cells)
-                self._require_root(content, lane)
+                lane.require_root(content)
             else:
                 lane.table = content.own_tables.get(lane.index)
 
-        async def open_sink(lane: _Lane) -> None:
+        async def open_sink(lane: Lane) -> None:
             header = ShardHeader(vid, lane.index, k, geometry.parity_shards, geometry.cell_size, geometry.size)
             lane.sink = await self._holders.put_shard(lane.store, header, *hints)
             lane.next_stripe = lane.sink.resume_stripe
 
-        async def finish(lane: _Lane) -> None:
+        async def finish(lane: Lane) -> None:
             assert lane.sink is not None
             assert lane.table is not None
             lane.root = await lane.sink.finish(lane.table, content.table)
@@ -221,24 +197,28 @@ class Repairer:
                 raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
             lane.done = True
 
-        async def attempt(tried: list[_Lane]) -> None:
+        repair_pass = RepairPass(
+            reader, self._codec, self._threads, self._pace, self._run_bytes_max, self._each, self._require_unchanged
+        )
+
+        async def attempt(tried: list[Lane]) -> None:
             try:
                 await self._each(tried, open_sink)
                 opened = [lane for lane in tried if lane.sink is not None]
                 async with self._take_buffer(stripe_buffer_size(geometry)) as buffer:
                     await self._copy(content, [lane for lane in opened if lane.index not in unreadable], buffer)
-                    await self._pass(reader, content, opened, buffer)
+                    await repair_pass.send(content, opened, buffer)
                 await self._require_unchanged(vid, version)
                 await self._each([lane for lane in opened if lane.sink is not None], finish)
             finally:
                 with trio.CancelScope(shield=True):
                     for lane in tried:
-                        await self._close(lane)
+                        await lane.close()
 
         header = ShardHeader(vid, 0, k, geometry.parity_shards, geometry.cell_size, geometry.size)
         await self._in_rounds(vid, version, lanes, header.file_length(), attempt)
 
-    async def _open(self, vid: Vid, version: Version, lanes: list[_Lane]) -> tuple[StripedContent, ShardFooter | None, set[int]]:
+    async def _open(self, vid: Vid, version: Version, lanes: list[Lane]) -> tuple[StripedContent, ShardFooter | None, set[int]]:
         """The version with its proved tables, a footer to take the hints from, if there is one, and the shards of which no cell
         can be read.
 
@@ -281,11 +261,11 @@ class Repairer:
             ) from None
         return of_home, None, unreadable
 
-    async def _copy(self, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
+    async def _copy(self, content: StripedContent, lanes: list[Lane], buffer: memoryview) -> None:
         """Send the cells of lanes that move away from a store which still has them, as far as it gives right ones."""
         vid, version = content.vid, content.version
 
-        async def copy(lane: _Lane, place: memoryview) -> None:
+        async def copy(lane: Lane, place: memoryview) -> None:
             source = version.shards[lane.index].store
             assert lane.table is not None
             for stripe in range(lane.next_stripe, len(lane.table) // HASH_SIZE):
@@ -309,86 +289,18 @@ class Repairer:
         places = {lane.index: buffer[number * size :][:size] for number, lane in enumerate(moving)}
         await self._each(moving, lambda lane: copy(lane, places[lane.index]))
 
-    async def _pass(self, reader: StripeReader, content: StripedContent, lanes: list[_Lane], buffer: memoryview) -> None:
-        """Send each lane the cells it lacks. A lane that fails drops out."""
-        geometry = content.geometry
-        counts = {lane.index: geometry.shard_cell_count(lane.index) for lane in lanes}
-        for lane in lanes:
-            lane.hashes.clear()
-        looked_at = -math.inf
-        for stripe in range(geometry.stripe_count):
-            live = [lane for lane in lanes if lane.sink is not None and stripe < counts[lane.index]]
-            live = [lane for lane in live if lane.table is None or lane.next_stripe <= stripe]
-            if not live:
-                continue
-            if trio.current_time() - looked_at >= STILL_THERE_SECONDS:
-                await self._require_unchanged(content.vid, content.version)
-                looked_at = trio.current_time()
-            await reader.read_stripe(content, stripe, buffer)
-            cells = await self._threads.run(self._cells, content, stripe, buffer, [lane.index for lane in live])
-
-            async def send(lane: _Lane, number: int = stripe, cells: dict[int, tuple[memoryview, bytes]] = cells) -> None:
-                cell, digest = cells[lane.index]
-                assert lane.sink is not None
-                if lane.table is None:
-                    lane.hashes += digest
-                elif digest != lane.table[number * HASH_SIZE : (number + 1) * HASH_SIZE]:
-                    lane.give_up(f"the parity of stripe {number} is not that which was acknowledged")
-                    await self._close(lane)
-                    return
-                if lane.next_stripe <= number:
-                    await lane.sink.send_cell(number, cell, digest)
-                    lane.next_stripe = number + 1
-
-            await self._each(live, send)
-            await self._pace(sum(len(cells[lane.index][0]) for lane in live))
-        for lane in lanes:
-            if lane.sink is not None and lane.table is None:
-                lane.table = bytes(lane.hashes)
-                self._require_root(content, lane)
-                if lane.given_up:
-                    await self._close(lane)
-
-    def _cells(
-        self, content: StripedContent, stripe: int, buffer: memoryview, indices: list[int]
-    ) -> dict[int, tuple[memoryview, bytes]]:
-        """The stripe's cells of those shards and their hashes; its data is in the buffer, proved. Runs in a thread."""
-        geometry = content.geometry
-        k, length = geometry.data_shards, geometry.code_length(stripe)
-        data = stripe_cells(geometry, stripe, buffer)
-        parity = [buffer[(k + row) * geometry.cell_size :][:length] for row in range(geometry.parity_shards)]
-        if any(index >= k for index in indices):
-            self._codec.encode(data, parity)
-        cells = {}
-        for index in indices:
-            cell = [*data, *parity][index][: geometry.cell_length(stripe, index)]
-            cells[index] = cell, cell_hash(cell)
-        return cells
-
-    @staticmethod
-    def _require_root(content: StripedContent, lane: _Lane) -> None:
-        assert lane.table is not None
-        if content.version.shards[lane.index].root not in (shard_root_of(content, lane.index, lane.table), UNKNOWN_ROOT):
-            lane.give_up("what follows from the other shards is not the shard that was acknowledged")
-
-    @staticmethod
-    async def _close(lane: _Lane) -> None:
-        if lane.sink is not None:
-            sink, lane.sink = lane.sink, None
-            await sink.aclose()
-
     # ---- whole copies
 
-    async def _rebuild_copies(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[_Lane], path_hint: bytes) -> None:
+    async def _rebuild_copies(self, ino: InodeNumber, vid: Vid, version: Version, lanes: list[Lane], path_hint: bytes) -> None:
         content = await StripeReader(self._members, self._holders, self._codec).read_copy(vid, version)
         copy = SmallCopy(vid, ino, len(content), path_hint, await self._kv.revision(), content)
 
-        async def put(lane: _Lane) -> None:
+        async def put(lane: Lane) -> None:
             if await self._holders.put_copies(lane.store, [copy]) != [version.shards[lane.index].root]:
                 raise PeerRefused(RefusalReason.MISMATCH, "the root it acknowledged is not that of what was sent")
             lane.done = True
 
-        async def attempt(tried: list[_Lane]) -> None:
+        async def attempt(tried: list[Lane]) -> None:
             await self._require_unchanged(vid, version)
             await self._each(tried, put)
 
@@ -400,9 +312,9 @@ class Repairer:
         self,
         vid: Vid,
         version: Version,
-        lanes: list[_Lane],
+        lanes: list[Lane],
         bytes_each: int,
-        attempt: Callable[[list[_Lane]], Awaitable[None]],
+        attempt: Callable[[list[Lane]], Awaitable[None]],
     ) -> None:
         """Attempt the lanes until each is done or given up."""
         for number in range(ROUNDS_MAX):
@@ -422,7 +334,7 @@ class Repairer:
                 return
             await attempt(tried)
 
-    def _holder_for(self, vid: Vid, version: Version, lane: _Lane, lanes: list[_Lane], bytes_each: int) -> StoreId:
+    def _holder_for(self, vid: Vid, version: Version, lane: Lane, lanes: list[Lane], bytes_each: int) -> StoreId:
         """The shard's own holder if it answers and didn't prove useless; else a live store in a domain that has no other shard
         of the version. Raises `NotEnoughDomains`."""
         own = version.shards[lane.index].store
@@ -438,20 +350,15 @@ class Repairer:
         member = self._members.member(store)
         return member is None or not member.live or member.state not in (StoreState.IN, StoreState.DRAINING)
 
-    async def _each(self, lanes: Iterable[_Lane], act: Callable[[_Lane], Awaitable[None]]) -> None:
+    async def _each(self, lanes: Iterable[Lane], act: Callable[[Lane], Awaitable[None]]) -> None:
         """Act on all lanes at once. What a holder says no to is noted in its lane, which is closed."""
 
-        async def guarded(lane: _Lane) -> None:
+        async def guarded(lane: Lane) -> None:
             try:
                 await act(lane)
             except (ReplicationError, OSError) as error:
                 self._note(lane.store, error)
-                lane.problem = f"{self._name(lane.store)}: {error}"
-                refused_for_good = isinstance(error, PeerRefused) and not error.retryable
-                if refused_for_good or lane.store in lane.failures:
-                    lane.useless.add(lane.store)
-                lane.failures.append(lane.store)
-                await self._close(lane)
+                await lane.fail(self._name(lane.store), error)
 
         async with trio.open_nursery() as nursery:
             for lane in lanes:
@@ -475,7 +382,7 @@ class Repairer:
         if now.shards != version.shards:
             raise VersionReplaced("another repair gave the file's shards new holders meanwhile")
 
-    async def _record(self, vid: Vid, version: Version, lanes: list[_Lane]) -> None:
+    async def _record(self, vid: Vid, version: Version, lanes: list[Lane]) -> None:
         """Name the new holders, all or none. Raises `VersionReplaced`."""
         moving = [lane for lane in lanes if lane.done and _shard_of(lane, version) != version.shards[lane.index]]
         if not moving:
@@ -495,7 +402,7 @@ class Repairer:
                 f"{self._name(lane.store)} left the cluster, or came back changed, before it could be recorded as holder"
             )
 
-    def _conclude(self, version: Version, report: FileReport, lanes: list[_Lane]) -> FileReport:
+    def _conclude(self, version: Version, report: FileReport, lanes: list[Lane]) -> FileReport:
         done = {lane.index for lane in lanes if lane.done}
         report.repaired = sorted(done)
         for indices in (report.damaged, report.missing, report.unreachable):
@@ -526,5 +433,5 @@ class Repairer:
         return report
 
 
-def _shard_of(lane: _Lane, version: Version) -> Shard:
+def _shard_of(lane: Lane, version: Version) -> Shard:
     return Shard(lane.store, lane.root or version.shards[lane.index].root)

@@ -25,7 +25,7 @@ from ckptfs.replication.buffers import BufferBudget
 from ckptfs.replication.home_content import HomeContent, SegmentReaders
 from ckptfs.replication.local_copies import CopyFailed, CopyFull, CopyPlace, LocalCopies, LocalCopy
 from ckptfs.replication.passing_copies import PassingCopy, PassingMemory
-from ckptfs.replication.restore_parts import READ_AHEAD_STRIPES, PartLoader, Source
+from ckptfs.replication.restore_parts import PartLoader, Source
 from ckptfs.replication.stripe_reader import StripeReader
 
 logger = logging.getLogger(__name__)
@@ -114,9 +114,7 @@ class Restorer:
         parts = source.parts(offset, length)
         await self._parts.require_proved(source, copy, parts, offset, length)
         if parts and offset <= source.next_offset + source.part_size:
-            last = -(-copy.size // source.part_size)
-            for part in range(parts.stop, min(parts.stop + READ_AHEAD_STRIPES, last)):
-                self._parts.start(source, part)
+            self._parts.read_ahead(source, parts.stop)
         source.next_offset = offset + length
         return copy.place
 

@@ -14,14 +14,22 @@ from ckptfs.replication.errors import ReplicationError, ShardDamaged
 from ckptfs.replication.home_content import HomeContent
 from ckptfs.replication.local_copies import CopyFailed, LocalCopy
 from ckptfs.replication.passing_copies import PassingCopy
-from ckptfs.replication.stripe_reader import StripedContent, StripeReader
+from ckptfs.replication.stripe_reader import StripeReader
+from ckptfs.replication.stripe_run import StripedContent, StripeRun
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-READ_AHEAD_STRIPES = 4
-"""How far the fetching runs ahead of a sequential reader: 16 MiB at 4+2, what is in flight at once anyway."""
+RUN_STRIPES = 4
+"""So many are fetched at once, one after another, for a reader that goes forward: each request to a holder is for so many cells.
+A run needs the memory of one stripe."""
+
+READ_AHEAD_STRIPES = 2 * RUN_STRIPES
+"""How far the fetching runs ahead of a sequential reader: while one run is read, two are under way."""
+
+RUNS_MAX = 4
+"""Threads that fetch at once; the memory bounds them too."""
 
 PROOF_ATTEMPTS_MAX = 3
 PROOF_BYTES_MAX = 8 << 20
@@ -72,12 +80,13 @@ class PartLoader:
         self._budget = budget
         self._proof_budget = BufferBudget(PROOF_BYTES_MAX)
         self._disk_limiter = disk_limiter
+        self._run_limiter = trio.CapacityLimiter(RUNS_MAX)
 
     async def require(self, source: Source, parts: range) -> None:
         """Return when all parts are there. Starts them in order, a bounded number ahead."""
         for part in parts:
             for ahead in range(part, min(part + READ_AHEAD_STRIPES, parts.stop)):
-                self.start(source, ahead)
+                self.start(source, ahead, parts.stop)
             while not source.has(part):
                 event = source.loading.get(part)
                 if event is None:
@@ -108,15 +117,74 @@ class PartLoader:
                 copy.present[cell] = 0
         raise CopyFailed(f"the local copy {copy.path} is damaged each time it is written: check the drive")
 
-    def start(self, source: Source, part: int) -> None:
-        """Have the part fetched, unless it is there or on its way."""
+    def read_ahead(self, source: Source, part: int) -> None:
+        """Have the parts from this one on fetched, in whole runs, for a reader that goes forward."""
+        last = -(-source.copy.size // source.part_size)
+        for ahead in range(part, min(part + READ_AHEAD_STRIPES, last)):
+            self.start(source, ahead, min((ahead // RUN_STRIPES + 1) * RUN_STRIPES, last))
+
+    def start(self, source: Source, part: int, stop: int = 0) -> None:
+        """Have the part fetched, unless it is there or on its way; with it those up to `stop` that can be fetched in one run."""
         if source.has(part) or part in source.loading:
             return
         if self.nursery is None:
             raise AssertionError("the restorer isn't running")
-        source.errors.pop(part, None)
-        source.loading[part] = trio.Event()
-        self.nursery.start_soon(self._load, source, part)
+        copy, content = source.copy, source.content
+        whole = 0
+        if content is not None and isinstance(copy, LocalCopy) and not copy.may_hold_cells:
+            whole = content.geometry.whole_stripe_count
+        last = part + 1
+        while last < min(stop, part + RUN_STRIPES, whole) and not source.has(last) and last not in source.loading:
+            last += 1
+        for one in range(part, last):
+            source.errors.pop(one, None)
+            source.loading[one] = trio.Event()
+        if last <= whole:
+            assert content is not None
+            assert isinstance(copy, LocalCopy)
+            self.nursery.start_soon(self._load_run, source, copy, content, range(part, last))
+        else:
+            self.nursery.start_soon(self._load, source, part)
+
+    async def _load_run(self, source: Source, copy: LocalCopy, content: StripedContent, parts: range) -> None:
+        """Fetch these whole stripes, one after another in one thread, as far as nothing is amiss, and the others one by one."""
+        own = {part: source.loading[part] for part in parts}
+        done: list[int] = []
+        token = trio.lowlevel.current_trio_token()
+        data_cells = range(content.version.data_shards)
+
+        def arrived(part: int) -> None:
+            if source.loading.get(part) is own[part]:
+                self.bytes_fetched += source.part_size
+                first = part * source.part_cells
+                copy.present[first : first + source.part_cells] = b"\1" * source.part_cells
+                source.loading.pop(part).set()
+
+        def load_run(run: StripeRun, buffer: memoryview) -> None:
+            for part in parts:
+                trio.from_thread.check_cancelled()
+                run.next(part, data_cells)
+                copy.write(part * source.part_size, buffer[: source.part_size])
+                done.append(part)
+                token.run_sync_soon(arrived, part)
+
+        try:
+            async with (
+                self._budget.take(content.geometry.shard_count * copy.cell_size) as buffer,
+                self._reader.run(content, parts, buffer) as run,
+            ):
+                if run is not None:
+                    await trio.to_thread.run_sync(load_run, run, buffer, limiter=self._run_limiter)
+        except ReplicationError as error:  # of the copy: it is found out of each part below
+            logger.info("run-broken vid=%s error=%s", copy.vid.hex(), error)
+        finally:
+            for part in done:
+                arrived(part)
+            async with trio.open_nursery() as nursery:
+                for part, event in own.items():
+                    if source.loading.get(part) is event:
+                        nursery.start_soon(self._load, source, part)
+            source.close_unused()
 
     async def _load(self, source: Source, part: int) -> None:
         try:

@@ -24,18 +24,19 @@ class VerifyResult(NamedTuple):
 
 
 class ShardReader:
-    """Reads one complete shard. Header and footer were checked; cells are checked as they are read."""
+    """Reads one complete shard. Header and footer were checked; cells are checked as they are read, but for what others send out
+    of `descriptor` themselves."""
 
     def __init__(self, path: str, vid: Vid, index: int) -> None:
         """Raises `ShardNotFound`, `ShardDamaged`, and `PeerRefused` (busy) where it isn't its fault that it can't be opened."""
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError):
             raise ShardNotFound(f"no shard {vid.hex()}.{index} in this store") from None
         except OSError as error:
             raise unopened(error, f"the shard {vid.hex()}.{index}") from None
         try:
-            status = os.fstat(self._descriptor)
+            status = os.fstat(self.descriptor)
             self.file_bytes = status.st_size
             self._stored_at_ns = status.st_mtime_ns
             self.header = shard_format.unpack_header(self._read(0, HEADER_SIZE))
@@ -60,7 +61,7 @@ class ShardReader:
         """
         length = self.header.cell_length(stripe)
         try:
-            count = read_into(self._descriptor, buffer[:length], self.header.cell_offset(stripe))
+            count = read_into(self.descriptor, buffer[:length], self.header.cell_offset(stripe))
         except OSError as error:
             raise ShardDamaged(f"cell {stripe} can't be read: {error.strerror}") from None
         if count != length or (check and length and cell_hash(buffer[:length]) != self.footer.cell_hash(stripe)):
@@ -80,8 +81,8 @@ class ShardReader:
 
     def check_cells(self) -> Iterator[bool]:
         """Whether each cell is right, in order, re-read from the drive where the kernel lets go of its cached pages."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         buffer = memoryview(bytearray(self.header.cell_size))
         for stripe in range(self.header.cell_count):
             try:
@@ -97,9 +98,9 @@ class ShardReader:
 
     def close(self) -> None:
         """Close the file. Harmless when repeated."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def __enter__(self) -> "ShardReader":
         return self
@@ -109,7 +110,7 @@ class ShardReader:
 
     def _read(self, offset: int, length: int) -> bytes:
         data = bytearray(length)
-        count = read_into(self._descriptor, memoryview(data), offset)
+        count = read_into(self.descriptor, memoryview(data), offset)
         return bytes(data[:count])
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from ckptfs.cache.ids import Vid
 from ckptfs.replication.errors import ShardNotFound
-from ckptfs.replication.shard_format import ShardHeader
 from ckptfs.replication.shard_reader import ShardReader
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.unopened import unopened
@@ -46,11 +45,6 @@ class ShardReaders:
                 held.users -= 1
                 if held.dropped and not held.users:
                     held.reader.close()
-
-    def header_if_open(self, vid: Vid, index: int) -> ShardHeader | None:
-        """The shard's header if it is open now; doesn't block."""
-        held = self._open.get((vid, index))
-        return None if held is None else held.reader.header
 
     def close(self) -> None:
         """Close what nobody uses; the rest when it is given back."""

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -35,6 +35,7 @@ from ckptfs.replication.errors import (
 from ckptfs.replication.home_segment import SegmentHashers, has_segment, is_table_of, segment_table
 from ckptfs.replication.members import Members
 from ckptfs.replication.shard_format import ShardFooter
+from ckptfs.replication.stripe_run import CellRun, RunBroken, StripedContent, StripeRun
 from ckptfs.replication.stripes import Geometry, stripe_cells
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,11 @@ class ShardReaders(SegmentHashers, Protocol):
     async def read_cell(self, store: StoreId, vid: Vid, index: int, stripe: int, buffer: memoryview) -> int:
         """Read one cell, unchecked, into the buffer; returns its length."""
 
+    def cells(
+        self, store: StoreId, vid: Vid, index: int, first: int, count: int
+    ) -> contextlib.AbstractAsyncContextManager[CellRun]:
+        """Inside, a thread may take in the shard's cells of so many stripes."""
+
     async def footer(self, store: StoreId, vid: Vid, index: int) -> ShardFooter: ...
 
     async def read_copy(self, store: StoreId, vid: Vid) -> bytes: ...
@@ -90,22 +96,6 @@ class ReadCounters:
     cells_from_home: int = 0
     damaged_by_store: Counter[StoreId] = field(default_factory=Counter)
     failed_by_store: Counter[StoreId] = field(default_factory=Counter)
-
-
-@dataclass
-class StripedContent:
-    """A protected, striped version with the tables that were fetched and proved so far. `own_tables` are those of shards by
-    their index."""
-
-    vid: Vid
-    version: Version
-    table: bytes
-    own_tables: dict[int, bytes] = field(default_factory=dict)
-
-    @property
-    def geometry(self) -> Geometry:
-        version = self.version
-        return Geometry(version.size, version.cell_size, version.data_shards, version.parity_shards)
 
 
 def geometry_of(version: Version) -> Geometry:
@@ -197,6 +187,53 @@ class StripeReader:
         if size < version.size or not is_table_of(vid, version, table):
             raise ShardDamaged("the home's segment is not what was hashed when the file was closed")
         return StripedContent(vid, version, table)
+
+    @contextlib.asynccontextmanager
+    async def run(
+        self, content: StripedContent, stripes: range, buffer: memoryview, *, without: Collection[int] = ()
+    ) -> AsyncIterator[StripeRun | None]:
+        """Inside, a thread may take in these stripes, which are whole: from k holders that are there and were not late, none of
+        them of a shard in `without`; None if there are no such. `RunBroken` goes no further than to here: who is late is asked
+        last for a while, and a shard that isn't right is left to `read_stripe`, which finds it out cell by cell.
+
+        `buffer` has room for k+m cells.
+        """
+        version = content.version
+        indices = [index for index in range(len(version.shards)) if index not in without and index not in content.unfit]
+        order = [index for index in self._order(version, indices) if not self._trouble_with(version.shards[index].store)]
+        sources: dict[int, CellRun] = {}
+
+        def note(index: int, error: Exception) -> None:
+            if isinstance(error, ShardDamaged | ShardNotFound):
+                content.unfit.add(index)
+            else:
+                self._note(version.shards[index].store, error, content.vid)
+
+        async with contextlib.AsyncExitStack() as stack:
+            for index in order:
+                if len(sources) == version.data_shards:
+                    break
+                store = version.shards[index].store
+                try:
+                    with trio.fail_after(LATE_SECONDS):
+                        if index >= version.data_shards:
+                            await self.own_table(content, index)
+                        cells = self._holders.cells(store, content.vid, index, stripes.start, len(stripes))
+                        sources[index] = await stack.enter_async_context(cells)
+                except (ReplicationError, trio.TooSlowError) as error:
+                    note(index, error)
+            if len(sources) < version.data_shards:
+                yield None
+                return
+            run = StripeRun(content, self._codec, sources, buffer, LATE_SECONDS)
+            try:
+                yield run
+            except RunBroken as broken:
+                if broken.index is not None:
+                    note(broken.index, broken.error)
+            finally:
+                self.counters.cells_read += run.cells_read
+                self.counters.cells_decoded += run.cells_decoded
 
     async def read_stripe(self, content: StripedContent, stripe: int, buffer: memoryview) -> memoryview:
         """Read the stripe's content, checked, into the buffer and return that part of it.

@@ -74,6 +74,9 @@ class ShardSink(Protocol):
     async def send_cell(self, stripe: int, cell: memoryview, digest: bytes) -> None:
         """Hand over the next cell. The buffer is not used after the return. Raises `ReplicationError` or `OSError`."""
 
+    def send_cell_in_thread(self, stripe: int, cell: memoryview, digest: bytes) -> bool:
+        """As `send_cell`, from a thread of `trio.to_thread`; False if nothing was done and it is to come by `send_cell`."""
+
     async def send_zeros(self, stripe: int, count: int) -> None:
         """As `send_cell`, for so many cells of zeros from this stripe on."""
 

@@ -39,6 +39,11 @@ class Geometry:
         return -(-self.cell_count // self.data_shards)
 
     @property
+    def whole_stripe_count(self) -> int:
+        """Stripes, from the first, whose cells all have `cell_size` bytes: all but the last, or all."""
+        return self.size // (self.data_shards * self.cell_size)
+
+    @property
     def shard_count(self) -> int:
         return self.data_shards + self.parity_shards
 

@@ -32,11 +32,14 @@ from ckptfs.replication.transport import (
     CONNECT_SECONDS,
     STALL_SECONDS,
     THREAD_WAIT_SECONDS,
+    file_part,
     parts_of,
     send_end,
 )
 
 NODE_URI = "ckptfs:node:"
+FILE_PART_BYTES = 256 << 10
+"""So much of a file is read, encrypted and sent before the next is read."""
 
 Step = Callable[[], int]
 """Does what it can without waiting; returns what it waits for (a poll event), 0 when it is done."""
@@ -211,7 +214,13 @@ class TlsConnection:
     def send_in_thread(self, head: Buffer, payload: Buffer | None = None) -> None:
         self._do_in_thread(self._sending(head, payload), "takes in nothing more")
 
-    def receive_in_thread(self, buffer: memoryview) -> bool:
+    def send_file_in_thread(self, head: Buffer, descriptor: int, offset: int, length: int) -> None:
+        self.send_in_thread(head)
+        for at in range(offset, offset + length, FILE_PART_BYTES):
+            self.send_in_thread(file_part(descriptor, at, min(FILE_PART_BYTES, offset + length - at)))
+
+    def receive_in_thread(self, buffer: memoryview, *, seconds: float | None = None) -> bool:
+        limit = self._stall_seconds if seconds is None else seconds
         done = 0
 
         def step() -> int:
@@ -223,7 +232,7 @@ class TlsConnection:
                 done += count
             return 0
 
-        self._do_in_thread(step, f"sent nothing whole for {self._stall_seconds:g} s")
+        self._do_in_thread(step, f"sent nothing whole for {limit:g} s", limit)
         return done == len(buffer)
 
     def has_input(self) -> bool:
@@ -303,8 +312,8 @@ class TlsConnection:
             if scope.cancelled_caught:
                 raise PeerUnreachable(f"the peer hangs: it {what}")
 
-    def _do_in_thread(self, step: Step, what: str) -> None:
-        deadline = time.monotonic() + self._stall_seconds
+    def _do_in_thread(self, step: Step, what: str, seconds: float | None = None) -> None:
+        deadline = time.monotonic() + (self._stall_seconds if seconds is None else seconds)
         while want := step():
             poll = select.poll()
             poll.register(self._raw, want)

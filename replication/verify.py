@@ -32,7 +32,8 @@ from ckptfs.replication.members import Members
 from ckptfs.replication.peer_client import KeptCells
 from ckptfs.replication.shard_format import ShardFooter
 from ckptfs.replication.shard_reader import VerifyResult
-from ckptfs.replication.stripe_reader import ContentUnreachable, StripedContent, StripeReader, geometry_of, shard_root_of
+from ckptfs.replication.stripe_reader import ContentUnreachable, StripeReader, geometry_of, shard_root_of
+from ckptfs.replication.stripe_run import StripedContent
 from ckptfs.replication.stripes import stripe_cells
 from ckptfs.replication.verify_report import FileReport
 

@@ -1,11 +1,13 @@
 """The asking and the answering side over real sockets: what is stored, read back, refused and resumed."""
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -25,7 +27,7 @@ from ckptfs.replication.shard_reader import VerifyResult
 from ckptfs.replication.shard_store import ShardStore
 from ckptfs.replication.small_copies import SmallCopies, SmallCopy
 from ckptfs.replication.tls_transport import TlsFiles, TlsTransport
-from ckptfs.replication.transport import PlainTransport, Transport
+from ckptfs.replication.transport import Connection, PlainTransport, Transport
 
 Certify = Callable[..., TlsFiles]
 
@@ -180,6 +182,93 @@ async def test_a_shard_is_stored_and_read_back(node: Node) -> None:
     assert status.free_bytes > 0
     assert node.server.statistics().connections == 1
     assert node.shards.verify(VID, 1).ok
+
+
+async def test_a_thread_takes_cells_in(node: Node) -> None:
+    """The connection is as good as before when all were taken, and is given up when some were not."""
+    cells = cells_of(HEADER)
+    buffer = memoryview(bytearray(64))
+
+    def take(stream: peer_streams.CellStream, count: int) -> list[bytes]:
+        return [bytes(buffer[: stream.next_in_thread(buffer, 10.0)]) for _ in range(count)]
+
+    with node.client() as client:
+        await put(client)
+        for first, count in ((0, 4), (1, 2), (3, 5)):
+            async with client.read_cells(VID, 1, first, count) as stream:
+                await stream.begin()
+                taken = await trio.to_thread.run_sync(take, stream, min(count, 2 if first else 4))
+            assert taken == [*cells, b""][first:][: len(taken)]
+        await client.ping()
+        assert node.server.statistics().connections == 1
+        async with client.read_cells(VID, 1, 0, 4) as stream:
+            await stream.begin()
+            assert await trio.to_thread.run_sync(take, stream, 1) == cells[:1]
+        with pytest.raises(PeerUnreachable):
+            stream.next_in_thread(buffer, 1.0)
+        async with client.read_cells(Vid(bytes(16)), 1, 0, 4) as stream:
+            await stream.begin()
+            with pytest.raises(PeerRefused) as refused:
+                await trio.to_thread.run_sync(take, stream, 1)
+        assert refused.value.reason is RefusalReason.NOT_FOUND
+        assert await read_all(client) == cells
+
+
+async def test_a_thread_waits_for_a_cell_only_so_long(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    real = peer_answers.PeerAnswers._send_cells_in_thread
+
+    def slow(*arguments: Any) -> None:
+        go_on.wait(30)
+        real(*arguments)
+
+    with node.client() as client:
+        await put(client)
+        monkeypatch.setattr(peer_answers.PeerAnswers, "_send_cells_in_thread", slow)
+        try:
+            async with client.read_cells(VID, 1, 0, 4) as stream:
+                await stream.begin()
+                with pytest.raises(PeerUnreachable, match=r"nothing whole for 0\.05 s"):
+                    await trio.to_thread.run_sync(stream.next_in_thread, memoryview(bytearray(64)), 0.05)
+        finally:
+            go_on.set()
+
+
+@pytest.mark.parametrize("how", ["sent", "refused by the file system", "the drive fails"])
+async def test_what_the_drive_does_not_give_is_sent_as_zeros(node: Node, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was announced is complete: who knows the hash finds one cell wrong, and loses no connection."""
+    content = os.urandom(300_000)
+    path = node.directory / "file"
+    path.write_bytes(content)
+    given = content if how != "the drive fails" else b""
+    if how != "sent":
+        error = errno.EIO if how == "the drive fails" else errno.EINVAL
+
+        def fails(*_: Any) -> int:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr("os.sendfile", fails)
+        if how == "the drive fails":
+            monkeypatch.setattr("os.pread", fails)
+    ends: list[Connection] = []
+    listener = node.transport(ANSWERING).listen("127.0.0.1:0")
+
+    async def accept() -> None:
+        ends.append(await listener.accept())
+        await ends[0].send(b"!")  # which takes a handshake
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept)
+        asking = await node.transport(ASKING).connect(listener.address)
+    listener.close()
+    buffer = memoryview(bytearray(5 + 500_000))
+    with open(path, "rb") as file, trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, ends[0].send_file_in_thread, b"head", file.fileno(), 100, 500_000)
+            assert await asking.receive(buffer)
+    assert buffer == b"!head" + given[100:].ljust(500_000, b"\0")
+    for end in (asking, *ends):
+        end.close()
 
 
 async def test_cells_of_zeros_are_not_sent(node: Node) -> None:

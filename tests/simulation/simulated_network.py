@@ -6,6 +6,7 @@ it was carried out. A dead process resets its connections, a frozen machine neit
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
@@ -194,8 +195,11 @@ class SimulatedConnection:
                 raise PeerUnreachable(f"the peer hangs: it sent nothing whole for {limit:g} s")
             await self._wait(min(deadline, self._next_at()))
 
-    def receive_in_thread(self, buffer: memoryview) -> bool:
-        return bool(wait_in_thread(lambda: self.receive(buffer)))
+    def send_file_in_thread(self, head: Buffer, descriptor: int, offset: int, length: int) -> None:
+        self._send(head, os.pread(descriptor, length, offset).ljust(length, b"\0"))
+
+    def receive_in_thread(self, buffer: memoryview, *, seconds: float | None = None) -> bool:
+        return bool(wait_in_thread(lambda: self.receive(buffer, seconds=seconds)))
 
     def _taken(self, wanted: int) -> Iterator[memoryview]:
         while wanted and self._arriving and self._arriving[0][0] <= world.seconds() and self._is_open():

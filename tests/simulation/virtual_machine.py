@@ -25,6 +25,8 @@ EPOCH_SECONDS = 1_600_000_000.0
 """Long ago: what the kernel stamps with its own clock (`st_ctime`) is younger than anything here."""
 
 SLOW_THREAD_SHARE = 0.05
+WAIT_FOR_THE_NETWORK = {"_store_cells", "load_run", "send_run"}
+"""Functions in threads of `peer_answers`, `restore_parts` and `repair_pass`: from sockets to files or other sockets."""
 
 
 class Gone(BaseException):
@@ -165,7 +167,7 @@ async def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     if now is not None:
         await now.machine.turn()
         now.check()
-    if getattr(function, "__name__", "") == "_store_cells":  # of `peer_answers`: from the socket to the file
+    if getattr(function, "__name__", "") in WAIT_FOR_THE_NETWORK:
         return await _Alternating(function, arguments).run()
     return function(*arguments)
 

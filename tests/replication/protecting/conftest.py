@@ -47,7 +47,7 @@ WAIT_SECONDS = 60.0
 
 
 class GatedCodec:
-    """The real engine; while the gate is shut, encoding stops before the given stripe (counted from the shutting)."""
+    """The real engine; while the gate is shut, encoding and decoding stop before the given stripe (counted from the shutting)."""
 
     def __init__(self) -> None:
         self._codec = choose_codec("auto")
@@ -74,15 +74,19 @@ class GatedCodec:
         assert await trio.to_thread.run_sync(self._reached.wait, 30.0)
 
     def encode(self, data: Sequence[Cell], parity: Sequence[WritableCell]) -> None:
+        self._pass_the_gate()
+        self._codec.encode(data, parity)
+
+    def reconstruct(self, cells: Mapping[int, Cell], wanted: Mapping[int, WritableCell], k: int, m: int) -> None:
+        self._pass_the_gate()
+        self._codec.reconstruct(cells, wanted, k, m)
+
+    def _pass_the_gate(self) -> None:
         if not self._open.is_set():
             self._left -= 1
             if self._left < 0:
                 self._reached.set()
                 assert self._open.wait(60.0)
-        self._codec.encode(data, parity)
-
-    def reconstruct(self, cells: Mapping[int, Cell], wanted: Mapping[int, WritableCell], k: int, m: int) -> None:
-        self._codec.reconstruct(cells, wanted, k, m)
 
 
 class FlakyCatalog(SqliteCatalog):

@@ -3,7 +3,8 @@ round, shards made right out of a segment."""
 
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -414,14 +415,21 @@ async def test_holders_that_hang_are_gone_round_by_the_home(cluster: Any, monkey
     hanging = {shard.store for shard in version.shards[1:4]}
     reader = next(node for node in cluster.nodes if node.number and node.store.store_id not in hanging)
     holders = reader.running.holders
-    real = holders.read_cell
+    real, real_cells = holders.read_cell, holders.cells
 
     async def read_cell(store: Any, *arguments: Any) -> int:
         if store in hanging:
             await trio.sleep_forever()
         return int(await real(store, *arguments))
 
-    holders.read_cell = read_cell
+    @asynccontextmanager
+    async def cells(store: Any, *arguments: Any) -> AsyncIterator[Any]:
+        if store in hanging:
+            await trio.sleep_forever()
+        async with real_cells(store, *arguments) as taken:
+            yield taken
+
+    holders.read_cell, holders.cells = read_cell, cells
     with trio.fail_after(20):
         assert await reader.content(saved) == saved.content
     assert reader.running.reader.counters.cells_from_home > 0

@@ -4,13 +4,15 @@ import contextlib
 import os
 import sqlite3
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import trio
 
 from ckptfs.cache.catalog_format import ShardLayout, Version
-from ckptfs.replication import stripe_reader
+from ckptfs.replication import restore_parts, stripe_reader
 from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.local_copies import CopyFull, LocalCopy
 from ckptfs.replication.shard_format import HEADER_SIZE
@@ -126,21 +128,70 @@ async def test_three_nodes_away_is_an_error_and_comes_back_with_them(cluster: An
     assert await reader.content(small) == small.content
 
 
+def cells_asked_for(node: Any) -> list[tuple[int, int, int]]:
+    """What its runs ask for from now on: shard, first stripe, how many."""
+    holders, asked = node.running.holders, list[tuple[int, int, int]]()
+    real = holders.cells
+
+    @asynccontextmanager
+    async def cells(store: Any, vid: Any, index: int, first: int, count: int) -> AsyncIterator[Any]:
+        asked.append((index, first, count))
+        async with real(store, vid, index, first, count) as taken:
+            yield taken
+
+    holders.cells = cells
+    return asked
+
+
+async def test_who_reads_forward_is_fetched_for_in_runs(cluster: Any) -> None:
+    stripes = 3 * restore_parts.RUN_STRIPES
+    saved, _ = await protected(cluster, stripes * 4 * CELL)
+    asked = cells_asked_for(cluster[2])
+    assert await cluster[2].content(saved) == saved.content
+    of_first = sorted(run for run in asked if run[0] == 0)
+    assert [stripe for _, first, count in of_first for stripe in range(first, first + count)] == [*range(stripes)]
+    assert len(of_first) <= 5
+    reader = cluster[3]  # and a read somewhere gets what it asked for
+    asked = cells_asked_for(reader)
+    answer = await reader.ask("fetch", ino=saved.ino, vid=saved.vid, offset=6 * 4 * CELL + 5, length=10)
+    assert answer["ok"]
+    assert sorted(asked) == [(index, 6, 1) for index in range(4)]
+
+
+async def test_a_run_that_meets_a_missing_shard_goes_on_without_it(cluster: Any) -> None:
+    stripes = 3 * restore_parts.RUN_STRIPES
+    saved, version = await protected(cluster, stripes * 4 * CELL)
+    shard_path(cluster, saved, version, 1).unlink()
+    asked = cells_asked_for(cluster[2])
+    assert await cluster[2].content(saved) == saved.content
+    assert 1 <= len([run for run in asked if run[0] == 1]) <= 3
+    assert cluster[2].running.reader.counters.cells_decoded == stripes
+
+
 async def test_a_holder_that_hangs_is_gone_round(cluster: Any) -> None:
     saved, version = await protected(cluster)
     reader = next(node for node in cluster.nodes if node.store.store_id != version.shards[0].store)
     holders = reader.running.holders
-    real = holders.read_cell
+    real, real_cells = holders.read_cell, holders.cells
     asked = 0
 
-    async def read_cell(store: Any, *arguments: Any) -> int:
+    async def hang(store: Any) -> None:
         nonlocal asked
         if store == version.shards[0].store:
             asked += 1
             await trio.sleep_forever()
+
+    async def read_cell(store: Any, *arguments: Any) -> int:
+        await hang(store)
         return int(await real(store, *arguments))
 
-    holders.read_cell = read_cell
+    @asynccontextmanager
+    async def cells(store: Any, *arguments: Any) -> AsyncIterator[Any]:
+        await hang(store)
+        async with real_cells(store, *arguments) as taken:
+            yield taken
+
+    holders.read_cell, holders.cells = read_cell, cells
     with trio.fail_after(10):
         assert await reader.content(saved) == saved.content
     assert 1 <= asked <= STRIPES, "a late holder is asked last, not again and again"

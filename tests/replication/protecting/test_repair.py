@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from ckptfs.cache.catalog_format import Version, VersionState
 from ckptfs.cache.checksum import cell_hash
@@ -96,6 +97,29 @@ async def test_a_data_and_a_parity_shard_come_back_as_they_were(cluster: Any, da
     await cluster.down(*away)
     reader = next(node for node in cluster.nodes if node.number not in away and node.number != 0)
     assert await reader.content(saved) == saved.content
+
+
+async def test_whole_stripes_are_repaired_in_runs(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = await cluster[0].save("model.pt", os.urandom(SIZE))
+    (version,) = await cluster[0].protected(saved)
+    paths = [await shard_path(cluster, version, saved.vid, index) for index in (2, 4)]
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    (found,) = await verify(cluster[1], saved.ino)
+    assert found["missing"] == [2, 4]
+    holders, read = cluster[1].running.holders, set[int]()
+    real = holders.read_cell
+
+    async def read_cell(store: Any, vid: Any, index: int, stripe: int, buffer: memoryview) -> int:
+        read.add(stripe)
+        return int(await real(store, vid, index, stripe, buffer))
+
+    monkeypatch.setattr(holders, "read_cell", read_cell)
+    (repaired,) = await verify(cluster[1], saved.ino, repair=True)
+    assert repaired["repaired"] == [2, 4]
+    assert read == {STRIPES - 1}  # the last one, which isn't whole
+    assert [path.read_bytes() for path in paths] == before
 
 
 async def test_what_verify_found_shows_in_status_until_it_is_repaired(cluster: Any) -> None:
@@ -326,6 +350,11 @@ class InterruptedSink:
         if stripe == self._at_stripe:
             await self._interrupted.happen()
         await self._sink.send_cell(stripe, cell, digest)
+
+    def send_cell_in_thread(self, stripe: int, cell: memoryview, digest: bytes) -> bool:
+        if stripe == self._at_stripe:
+            trio.from_thread.run(self._interrupted.happen)
+        return self._sink.send_cell_in_thread(stripe, cell, digest)
 
     async def send_zeros(self, stripe: int, count: int) -> None:
         raise AssertionError("a repair sends what it has decoded")

@@ -55,6 +55,9 @@ class FlakySink:
             raise self._error
         await self._sink.send_cell(stripe, cell, digest)
 
+    def send_cell_in_thread(self, stripe: int, cell: memoryview, digest: bytes) -> bool:
+        return False
+
     async def send_zeros(self, stripe: int, count: int) -> None:
         if self._fail_at in range(stripe, stripe + count):
             await self._sink.send_zeros(stripe, 1)  # and then the connection is gone
