@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_bare import receive_shards, send_shards
+from bench_etcd import etcd_figures
+from bench_memory import peak_resident_mb
 from bench_names import PROCESSES, files_in_mount, files_in_plain, in_processes, list_seconds, stat_seconds
 from bench_repair import idle_figures, repair_figures
 from bench_restart import restart_figures
@@ -42,7 +44,21 @@ WRITERS = 4
 WRITERS_PAIRS = 3
 """Every turn waits for its files to be protected, and the whole run is to take minutes."""
 SEGMENT_GONE_SECONDS_MAX = 120
-PARTS = ("save", "write", "read", "small", "writers", "names", "restart", "served", "idle", "protect", "restore", "repair")
+PARTS = (
+    "save",
+    "write",
+    "read",
+    "small",
+    "writers",
+    "names",
+    "etcd",
+    "restart",
+    "served",
+    "idle",
+    "protect",
+    "restore",
+    "repair",
+)
 
 LIMITS = {
     "save": ("ratio_max", 1.05),
@@ -52,6 +68,8 @@ LIMITS = {
     "writers": ("files_per_second_min", 3000),
     "stat": ("files_per_second_min", 20_000),
     "list": ("files_per_second_min", 50_000),
+    "etcd_create": ("milliseconds_max", 10.0),
+    "etcd_stat": ("ratio_max", 1.25),
     "restart": ("seconds_max", 1.0),
     "served": ("served_ratio_max", 1 / 0.3),
     "protect": ("share_of_bare_loop_min", 0.5),
@@ -70,6 +88,7 @@ class Sizes:
     file_bytes: int
     protect_bytes: int
     small_files: int
+    etcd_files: int
     names: int
     pairs: int
 
@@ -172,6 +191,10 @@ class Bench:
                 figures[part]["ratio"] = round(best["mount"] / best["plain"], 2)
         return figures
 
+    def etcd(self) -> dict[str, Any]:
+        """Operations on names with the catalog on one etcd member."""
+        return etcd_figures(self._plain.parent / "etcd", self._mount, self._sizes.etcd_files)
+
     def restart(self) -> dict[str, Any]:
         """What a call waits for when the mount process is killed, with many files known."""
         return restart_figures(self._plain.with_name("alone"), self._sizes.names)
@@ -225,11 +248,13 @@ class Bench:
         shards = [_largest_shard(node.store) for node in self._cluster.nodes[2:]]
         bare = receive_shards(shards)
         path = self._cluster.nodes[2].mountpoint / "bench-protect"
+        before, own = self._processor_seconds(), time.process_time()
         buffer, size_bytes, started = bytearray(4 << 20), 0, time.monotonic()
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 size_bytes += count
         seconds = time.monotonic() - started
+        after = self._processor_seconds() | {"reader": time.process_time()}
         if size_bytes != self._sizes.protect_bytes:
             raise NotReached(f"{path} gave {size_bytes} bytes of {self._sizes.protect_bytes}")
         path.unlink()
@@ -240,6 +265,7 @@ class Bench:
             "bare_shards_seconds": round(bare, 3),
             "bare_shards_bytes_per_second": round(size_bytes / bare),
             "share_of_bare_shards": round(bare / seconds, 3),
+            "processor_seconds": {name: round(after[name] - before.get(name, own), 2) for name in after},
         }
 
     def _pairs(self, work: Callable[[Path], None], size_bytes: int | None, pairs: int | None = None) -> dict[str, Any]:
@@ -329,16 +355,7 @@ class MemoryPeaks:
         for node in self._cluster.nodes:
             for role, pid in node.processes.pids().items():
                 if pid is not None:
-                    self.peak_mb[role] = max(self.peak_mb[role], _peak_resident_mb(pid))
-
-
-def _peak_resident_mb(pid: int) -> float:
-    """What the kernel keeps as `VmHWM` (proc(5))."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 / 1e6
-    return 0.0
+                    self.peak_mb[role] = max(self.peak_mb[role], peak_resident_mb(pid))
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:
@@ -391,9 +408,9 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    sizes = Sizes(1 << 30, 4 << 30, 5000, 100_000, 5)
+    sizes = Sizes(1 << 30, 4 << 30, 5000, 200, 100_000, 5)
     if arguments.quick:
-        sizes = Sizes(64 << 20, 256 << 20, 500, 10_000, 3)
+        sizes = Sizes(64 << 20, 256 << 20, 500, 50, 10_000, 3)
     parts = [part for part in PARTS if arguments.only is None or part in arguments.only]
     if "restore" in parts and "protect" not in parts:
         parts.insert(parts.index("restore"), "protect")
@@ -416,9 +433,9 @@ def _run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for part in parts:
             print(f"{part} …", file=sys.stderr, flush=True)
             document[part] = getattr(bench, part)()
-        for part in ("stat", "list"):
-            if "names" in document:
-                document[part] = document["names"].pop(part)
+        for whole, part in (("names", "stat"), ("names", "list"), ("etcd", "etcd_create"), ("etcd", "etcd_stat")):
+            if whole in document:
+                document[part] = document[whole].pop(part)
         memory.look()
     document["memory"] = {f"{role}_peak_mb": round(peak, 1) for role, peak in memory.peak_mb.items()}
     return document
@@ -451,6 +468,8 @@ def _reached(document: dict[str, Any]) -> dict[str, bool]:
             found[part] = figures["mount_files_per_second"] >= limit
         elif kind == "share_of_core_max":
             found[part] = figures["share_of_core_max"] < limit
+        elif kind == "milliseconds_max":
+            found[part] = figures["etcd_milliseconds"] <= limit
         elif kind == "seconds_max":
             found[part] = figures["seconds"] <= limit
         elif kind.startswith("share_of_bare_"):
@@ -492,6 +511,14 @@ def _print(document: dict[str, Any]) -> None:
             limit = f"≥ {LIMITS[part][1]:.0f} files/s"
             table.add_row(what, *rates, f"{figures['ratio']:.2f}", limit, _mark(document, part))
     out.print(table)
+    for part, what in (("etcd_create", "create and close"), ("etcd_stat", "stat of a known name, cold")):
+        if part in document:
+            figures = document[part]
+            limit = f"≤ {LIMITS[part][1]:.0f} ms" if part == "etcd_create" else f"ratio ≤ {LIMITS[part][1]}"
+            out.print(
+                f"{what}, catalog on one etcd member, p50: {figures['etcd_milliseconds']:.2f} ms, on SQLite"
+                f" {figures['sqlite_milliseconds']:.2f} ms, ratio {figures['ratio']:.2f} (limit {limit}) {_mark(document, part)}"
+            )
     if "restart" in document:
         figures = document["restart"]
         out.print(
@@ -517,11 +544,17 @@ def _print(document: dict[str, Any]) -> None:
             f" straight over loopback {figures['bare_shards_bytes_per_second'] / 1e9:.2f}, share"
             f" {figures['share_of_bare_shards']:.2f} (limit ≥ 0.5) {_mark(document, 'restore')}"
         )
+        used = ", ".join(f"{name} {seconds}" for name, seconds in figures["processor_seconds"].items())
+        out.print(f"  processor seconds: {used}")
     if "repair" in document:
         figures = document["repair"]
         out.print(
             f"repair of a lost node, {human_bytes(figures['bytes'])} of shards: {figures['seconds']:.2f} s, copying them "
             f"{figures['copy_seconds']:.2f} s, ratio {figures['ratio']:.2f} (limit ≤ 2) {_mark(document, 'repair')}"
+        )
+        out.print(
+            f"  processor seconds: {figures['processor_seconds']}, copying {figures['copy_processor_seconds']}, peak memory "
+            f"{figures['peak_mb']:.0f} MB"
         )
     if "idle" in document:
         share = document["idle"]["share_of_core_max"]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from bench_bare import copy_shards
+from bench_memory import peak_resident_mb
 
 from ckptfs.cache.catalog_format import StoreState
 from ckptfs.cache.store import StoreDirectory
@@ -27,8 +29,8 @@ IDLE_SECONDS = 20.0
 
 
 def repair_figures(directory: Path, size_bytes: int) -> dict[str, Any]:
-    """Seven nodes hold files at 4+2. One is killed and declared lost; its shards, copied and synced by one process, are the
-    measure."""
+    """Seven nodes hold files at 4+2. One is killed and declared lost; its shards, copied over loopback and synced
+    (`copy_shards`), are the measure: the faster of two tries."""
     cluster = LocalCluster(directory)
     try:
         cluster.prepare(NODES, ClusterSettings())
@@ -46,38 +48,28 @@ def repair_figures(directory: Path, size_bytes: int) -> dict[str, Any]:
         lost = cluster.nodes[-1]
         cluster.kill(lost.number)
         shards = [path for path in (lost.store / "shards").rglob("*") if path.is_file()]
-        copied = _copy_seconds(shards, directory / "copy")
+        (directory / "copy").mkdir()
+        copied, copy_used = min(copy_shards(shards, directory / "copy") for _ in range(2))
+        before = _processor_seconds(cluster)
         trio.run(_declare_lost, lost)
         found = _rebuilt(cluster)
+        after = _processor_seconds(cluster)
+        memory = max(peak_resident_mb(pid) for node in cluster.nodes for pid in node.processes.living())
     finally:
         if LocalCluster.is_one(directory):
             cluster.down(remove=True)
+        shutil.rmtree(directory, ignore_errors=True)
     return {
+        "files": FILES,
         "bytes": found["rebuilt_bytes"],
         "shards": found["rebuilt_shards"],
         "seconds": round(found["busy_seconds"], 3),
         "copy_seconds": round(copied, 3),
         "ratio": round(found["busy_seconds"] / copied, 2),
+        "processor_seconds": round(sum(after.values()) - sum(before.values()), 2),
+        "copy_processor_seconds": round(copy_used, 2),
+        "peak_mb": round(memory, 1),
     }
-
-
-def _copy_seconds(shards: list[Path], to: Path) -> float:
-    """Read from the drive, write and sync, one after the other; two tries, the faster counts."""
-    best = float("inf")
-    for _ in range(2):
-        to.mkdir()
-        for path in shards:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-        started = time.monotonic()
-        for path in shards:
-            with open(path, "rb") as source, open(to / path.name, "wb", buffering=0) as target:
-                shutil.copyfileobj(source, target, BLOCK_SIZE)
-                os.fsync(target.fileno())
-        best = min(best, time.monotonic() - started)
-        shutil.rmtree(to)
-    return best
 
 
 async def _declare_lost(node: ClusterNode) -> None:
