@@ -111,7 +111,9 @@ class Stage:
         for close in self.closing:
             close()
 
-    def attempt(self, *, k: int = K, m: int = M, root: bytes | None = None, stripes: int = 3) -> StripedAttempt:
+    def attempt(
+        self, *, k: int = K, m: int = M, root: bytes | None = None, stripes: int = 3, replace_after_seconds: float = 0.3
+    ) -> StripedAttempt:
         size = len(self.content)
         geometry = Geometry(size, CELL, k, m)
 
@@ -154,7 +156,7 @@ class Stage:
             note_failure,
             still_wanted,
             lambda store: self.ids.index(store) in self.hanging,
-            replace_after_seconds=0.3,
+            replace_after_seconds=replace_after_seconds,
             hang_seconds=0.3,
         )
 
@@ -208,7 +210,7 @@ async def test_one_buffer_is_enough(stage: Stage) -> None:
 @pytest.mark.parametrize("at", [0, 4, 9, -1])
 async def test_a_holder_that_breaks_off_is_gone_on_with(stage: Stage, at: int) -> None:
     stage.faults = [(1, at, AWAY)]
-    shards = await stage.attempt().run(stage.first(5))
+    shards = await stage.attempt(replace_after_seconds=60.0).run(stage.first(5))
     assert [shard.store for shard in shards] == stage.first(5)
     assert stage.content_of(shards) == stage.content
     last = [opened for opened in stage.opened if opened[0] == 1][-1]
