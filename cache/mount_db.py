@@ -74,6 +74,9 @@ COMMITTED_NOTE_FACT = "committed_note"
 OWED_MAX = 64
 """So many changes wait at most, where they can be committed; and so many are committed in one transaction."""
 
+ROWS_ASKED_FOR_MAX = 250
+"""By number, at once."""
+
 _NOTED = {
     "opened": "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "handle": "INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)",
@@ -535,9 +538,9 @@ class MountDatabase:
         """Every row: bounded by what is in use or not yet protected."""
         return self._rows("SELECT * FROM file ORDER BY exposed_ns")
 
-    def _rows(self, select: str) -> list[FileRow]:
+    def _rows(self, select: str, values: Sequence[object] = ()) -> list[FileRow]:
         self.settle_debts()
-        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in self._connection.execute(select)]
+        return [FileRow(r[0], r[1], r[2], FileState(r[3]), *r[4:]) for r in self._connection.execute(select, values)]
 
     def files_in_use(self) -> list[FileRow]:
         """The rows of files that are not just local: open, removed, or with handles. Bounded by what is in use."""
@@ -551,6 +554,14 @@ class MountDatabase:
         self.settle_debts()
         row = self._connection.execute("SELECT * FROM file WHERE ino = ?", (ino,)).fetchone()
         return None if row is None else FileRow(row[0], row[1], row[2], FileState(row[3]), *row[4:])
+
+    def files_of(self, inos: Iterable[InodeNumber]) -> list[FileRow]:
+        """The rows of those of the inodes that have one."""
+        wanted, found = list(inos), []
+        for start in range(0, len(wanted), ROWS_ASKED_FOR_MAX):
+            some = wanted[start : start + ROWS_ASKED_FOR_MAX]
+            found += self._rows(f"SELECT * FROM file WHERE ino IN ({','.join('?' * len(some))})", some)
+        return found
 
     def handles(self) -> list[HandleRow]:
         self.settle_debts()

@@ -14,12 +14,13 @@ of the catalog doesn't know may be the only bytes there are.
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 
 import trio
 
-from ckptfs.cache.catalog_format import VersionState
+from ckptfs.cache.catalog_format import VersionState, version_key
+from ckptfs.cache.catalog_kv import COMPARES_MAX
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
 from ckptfs.cache.id_filter import IdFilter
@@ -88,9 +89,11 @@ class SegmentSweep:
         try:
             revision = await self._namespace.kv.revision()
             await self._namespace.kv.catch_up()  # what the log says is gone must not be there still, for it isn't looked at again
-            for row in await self._rows_to_look_at(revision):
-                if await self._let_go(row):
-                    count += 1
+            rows = await self._rows_to_look_at(revision)
+            for start in range(0, len(rows), COMPARES_MAX):
+                await trio.lowlevel.checkpoint()
+                for row in await self._without_version(rows[start : start + COMPARES_MAX]):
+                    count += await self._let_go(row)
             self._note(revision)
         except CacheError as error:
             log.warning("row_sweep_put_off error=%s", error)
@@ -101,8 +104,14 @@ class SegmentSweep:
         changed = None if self._swept is None else await changed_inodes(self._namespace.kv, self._swept, revision)
         if changed is None:
             return self._database.files()
-        rows = [self._database.file(ino) for ino in changed | self._in_use]
-        return [row for row in rows if row is not None]
+        return self._database.files_of(changed | self._in_use)
+
+    async def _without_version(self, rows: Sequence[FileRow]) -> list[FileRow]:
+        """Those whose version is gone, which are few: asked for together, because the rows of all that was made here lately are
+        among those to look at, and programs wait meanwhile."""
+        entries = await self._namespace.kv.get_many([version_key(row.vid) for row in rows])
+        self._in_use.difference_update(row.ino for row in rows)
+        return [row for row, entry in zip(rows, entries, strict=True) if entry is None]
 
     def _note(self, revision: int) -> None:
         """The sweep before this one is what holds after a kill: a change of its time may not have had its row written yet when
@@ -113,10 +122,6 @@ class SegmentSweep:
         self._swept = revision
 
     async def _let_go(self, row: FileRow) -> bool:
-        await trio.lowlevel.checkpoint()
-        self._in_use.discard(row.ino)
-        if await self._versions.version(row.vid) is not None:
-            return False
         async with self._open_files.alone(row.ino):  # nobody begins to write it meanwhile
             file = self._open_files.get(row.ino)
             in_use = file is not None and (file.is_held or file.pins or file.vid != row.vid)

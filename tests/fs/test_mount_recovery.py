@@ -537,15 +537,19 @@ async def test_what_another_node_removed_is_let_go_though_the_replica_lags(
     assert await sweep.sweep_rows() == 0
     before = {entry.key: entry for entry in await node.kv.range(b"")}
     await Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0).unlink(InodeNumber(ROOT), b"local")
-    get = node.kv.get
+    get, get_many = node.kv.get, node.kv.get_many
 
     async def lagging(key: bytes) -> Any:
         return before.get(key)
 
+    async def lagging_many(keys: Sequence[bytes]) -> Any:
+        return [before.get(key) for key in keys]
+
     async def catch_up() -> None:
-        node.kv.get = get
+        node.kv.get, node.kv.get_many = get, get_many
 
     monkeypatch.setattr(node.kv, "get", lagging)
+    monkeypatch.setattr(node.kv, "get_many", lagging_many)
     monkeypatch.setattr(node.kv, "catch_up", catch_up)
     assert await sweep.sweep_rows() == 1
     await node.settle()
