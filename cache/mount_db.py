@@ -33,11 +33,11 @@ import logging
 import os
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from zlib import crc32
 
 from ckptfs.cache.boot import boot_id, booted_at_seconds
@@ -77,11 +77,14 @@ OWED_MAX = 64
 ROWS_ASKED_FOR_MAX = 250
 """By number, at once."""
 
+_PUT_FILE = "INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_OPENED = "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_LAST_CLOSED = "DELETE FROM last_handle WHERE fh = ?"
 _NOTED = {
-    "opened": "INSERT INTO opened VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "opened": _OPENED,
     "handle": "INSERT OR REPLACE INTO handle VALUES(?, ?, ?, ?)",
     "closed": "DELETE FROM handle WHERE fh = ?",
-    "last closed": "DELETE FROM last_handle WHERE fh = ?",
+    "last closed": _LAST_CLOSED,
     "call": "INSERT OR REPLACE INTO call VALUES(?, ?, ?, ?, ?)",
     "call answered": "DELETE FROM call WHERE store = ? AND incarnation = ? AND number = ?",
 }
@@ -138,6 +141,27 @@ class _Owed(NamedTuple):
     statement: str
     rows: Sequence[Sequence[object]]
     note: int = 0
+
+
+def _shortened(changes: Sequence[_Owed]) -> Sequence[_Owed]:
+    """Changes that leave the same: where a file's row is written once with a handle, and its last close is among them too, that
+    is the row as the close leaves it. Most files that are made are closed soon."""
+    ended = {change.rows[0][0] for change in changes if change.statement == _LAST_CLOSED}
+    if not ended or not all(change.note for change in changes):  # else something else may be said of the file in between
+        return changes
+    opens = Counter(change.rows[0][0] for change in changes if change.statement == _OPENED)
+    shorter: list[_Owed] = []
+    known: set[object] = set()
+    for change in changes:
+        row = change.rows[0]
+        if change.statement == _OPENED and row[9] in ended and opens[row[0]] == 1:
+            known.add(row[9])
+            backing_id = cast(int | None, row[6])
+            closed = None if backing_id is None else -abs(backing_id)
+            shorter.append(_Owed(_PUT_FILE, [(*row[:6], closed, *row[7:9])]))
+        elif change.statement != _LAST_CLOSED or row[0] not in known:
+            shorter.append(change)
+    return shorter
 
 
 class FileRow(NamedTuple):
@@ -375,7 +399,7 @@ class MountDatabase:
     def put_file(self, row: FileRow, handle: HandleRow | None = None) -> None:
         """Set the file's row, and add the handle, in one transaction; on a full drive, as soon as there is room."""
         if handle is None:
-            self._owe("INSERT OR REPLACE INTO file VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", [row])
+            self._owe(_PUT_FILE, [row])
             return
         self._note("opened", (*row, handle.fh, handle.flags, handle.lane))
 
@@ -524,8 +548,8 @@ class MountDatabase:
             return
         self._connection.execute("BEGIN")
         try:
-            for change in changes:
-                self._connection.executemany(change.statement, change.rows)
+            for statement, alike in groupby(_shortened(changes), lambda change: change.statement):
+                self._connection.executemany(statement, [row for change in alike for row in change.rows])
             if note := max(change.note for change in changes):
                 self._connection.execute("INSERT OR REPLACE INTO fact VALUES(?, ?)", (COMMITTED_NOTE_FACT, b"%d" % note))
             self._connection.execute("COMMIT")

@@ -5,9 +5,11 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -127,6 +129,31 @@ def test_no_more_than_some_changes_wait(path: Path) -> None:
         assert other.handles() == []
         database.put_handle(HandleRow(OWED_MAX, InodeNumber(5), 0, 1))
         assert len(other.handles()) == OWED_MAX
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_changes_that_are_committed_together_leave_what_they_leave_one_by_one(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    held: defaultdict[int, list[int]] = defaultdict(list)
+    with closing(MountDatabase(tmp_path / "together")) as together, closing(MountDatabase(tmp_path / "alone")) as alone:
+        together.take_over()
+        for fh in range(1, 150):
+            ino = random.randrange(6)
+            row, handle = _row(ino, backing_id=random.choice([None, fh])), HandleRow(fh, InodeNumber(ino), 1, 1)
+            closed = held[ino].pop(random.randrange(len(held[ino]))) if held[ino] and random.random() < 0.6 else 0
+            for database in (together, alone):
+                if closed and held[ino]:
+                    database.remove_handle(closed)
+                elif closed:
+                    database.remove_handle_and_backing(closed)
+                elif held[ino] and fh % 3:
+                    database.put_handle(handle)
+                else:
+                    database.put_file(row, handle)
+            if not closed:
+                held[ino].append(fh)
+        assert together.handles() == alone.handles()
+        assert {row.ino: row for row in together.files()} == {row.ino: row for row in alone.files()}
 
 
 def test_notes_of_another_database_mean_nothing(path: Path) -> None:
