@@ -16,6 +16,7 @@ from ckptfs.cache.catalog_rows import BRING_BACK, read_entry
 from ckptfs.cache.drive_refusal import connect_read_only, refuses_writes
 from ckptfs.cache.errors import CatalogFull, CatalogUnavailable, DamagedData, StoreError
 from ckptfs.cache.sqlite_full import is_full
+from ckptfs.cache.sqlite_parameters import pass_straight
 from ckptfs.cache.store import sync_directory
 
 LAYOUT_VERSION = 1
@@ -39,6 +40,7 @@ Result = TypeVar("Result")
 
 def connect(path: str) -> sqlite3.Connection:
     """A connection that never waits for a lock and never syncs by itself."""
+    pass_straight()
     # Opening reads the file, and waits for another process that is opening it; a transaction of this connection never waits.
     if os.path.exists(path) and refuses_writes(os.path.dirname(os.path.abspath(path))):
         connection = connect_read_only(Path(path))

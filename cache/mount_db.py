@@ -49,6 +49,7 @@ from ckptfs.cache.reserve import hold_beyond_end
 from ckptfs.cache.row_notes import RowNotes
 from ckptfs.cache.sqlite_files import first_damage, log_is_cut
 from ckptfs.cache.sqlite_full import is_full
+from ckptfs.cache.sqlite_parameters import pass_straight
 
 log = logging.getLogger(__name__)
 
@@ -239,6 +240,7 @@ class Exposure(NamedTuple):
 
 def connect_mount_db(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """A connection of its own. Raises `StoreError`."""
+    pass_straight()
     try:
         if read_only:
             connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
