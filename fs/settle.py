@@ -87,7 +87,8 @@ class Settler:
         file.settle_at = math.ceil((trio.current_time() + delay_seconds) / tick_seconds) * tick_seconds
         self._due[file.ino] = file
         heapq.heappush(self._order, (file.settle_at, file.ino))
-        self._wake.set()
+        if self._hurry or self._order[0] == (file.settle_at, file.ino):  # else it is waited for an earlier one
+            self._wake.set()
 
     async def run(self) -> None:
         while True:
