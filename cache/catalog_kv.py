@@ -82,8 +82,10 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
         raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
     if len({operation.key for operation in operations}) != len(operations):
         raise ValueError("a transaction names one key twice")
-    if session is None and any(isinstance(operation, Put) and operation.bound_to_session for operation in operations):
-        raise ValueError("a key can't be bound to a session: this handle was opened without one")
+    if session is None:
+        for operation in operations:
+            if isinstance(operation, Put) and operation.bound_to_session:
+                raise ValueError("a key can't be bound to a session: this handle was opened without one")
 
 
 class TransactionResult(NamedTuple):

@@ -32,7 +32,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 import trio
@@ -156,10 +156,10 @@ class SqliteCatalog:
 
     async def get(self, key: bytes) -> Entry | None:
         records = self._records
-        records.refresh()
-        known = records.get(key)
+        known: Entry | None = records.current(key)
         if known is not MISSING:
-            return cast(Entry | None, known)
+            return known
+        records.refresh()
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
             entry = read_entry(self._connection, key)
@@ -202,11 +202,11 @@ class SqliteCatalog:
         return await self._read_in_thread(lambda connection: read_range(connection, first, end, -1 if limit is None else limit))
 
     async def count(self, prefix: bytes) -> int:
-        await trio.lowlevel.checkpoint_if_cancelled()
         self._records.refresh()
         known = self._records.count(prefix)
         if known is not None:
             return known
+        await trio.lowlevel.checkpoint_if_cancelled()
         header = self._records.header
         count = await self._read(lambda connection: int(connection.execute(COUNT, (prefix, prefix_end(prefix))).fetchone()[0]))
         if header == self._records.header:

@@ -12,7 +12,7 @@ import collections
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfs.cache.catalog_kv import Entry
 from ckptfs.cache.kept_descriptors import kept_descriptor, let_go_if_removed
@@ -93,7 +93,14 @@ class RecordCache:
         """How many pages the database will have when the log as it is now is copied into it."""
         return int(_PAGES.unpack_from(self._map)[0])
 
-    def get(self, key: bytes) -> Entry | object | None:
+    def current(self, key: bytes) -> Any:
+        """`refresh`, then as `get`."""
+        if self._map[:HEADER_SIZE] != self.header:
+            self.refresh()
+        entry = self._entries.get(key, MISSING)
+        return None if entry is MISSING and key[:-NEIGHBOURS_SUFFIX_SIZE] in self._whole else entry
+
+    def get(self, key: bytes) -> Any:
         """The entry, None for a key that is absent, `MISSING` if nothing is known."""
         entry = self._entries.get(key, MISSING)
         return None if entry is MISSING and key[:-NEIGHBOURS_SUFFIX_SIZE] in self._whole else entry

@@ -8,7 +8,7 @@ who opens more waits for those first.
 import errno
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -47,10 +47,13 @@ class DescriptorRoom:
         return handlers | {opcode: self._guard(handlers[opcode], was_carried_out) for opcode in present}
 
     def _guard(self, handler: Handler, was_carried_out: Callable[[int], bool]) -> Handler:
-        async def handle(header: RequestHeader, body: memoryview) -> Answer | None:
+        async def handle_when_there_is_one(header: RequestHeader, body: memoryview) -> Answer | None:
             if not was_carried_out(header.unique):
                 await self.require_one()
             return await handler(header, body)
+
+        def handle(header: RequestHeader, body: memoryview) -> Awaitable[Answer | None]:
+            return handler(header, body) if self._is_there() else handle_when_there_is_one(header, body)
 
         return handle
 

@@ -1,6 +1,5 @@
 """Every EIO that a program gets is in the log, with its reason."""
 
-import errno
 import logging
 import time
 
@@ -19,10 +18,8 @@ class ErrorLog:
     def __init__(self) -> None:
         self._said: dict[tuple[int, str], float] = {}
 
-    def note(self, header: RequestHeader, error: Exception, number: int) -> None:
-        """The request is about to be answered with this errno, because of this error."""
-        if number != errno.EIO:
-            return
+    def note(self, header: RequestHeader, error: Exception) -> None:
+        """The request is about to be answered with EIO, because of this error."""
         reason, now = str(error) or repr(error), time.monotonic()
         if now - self._said.get((header.nodeid, reason), -AGAIN_SECONDS) < AGAIN_SECONDS:
             return

@@ -263,7 +263,7 @@ class MountProcess:
         def answered(unique: int) -> None:
             repeats.answered(unique)
             writing.answered(unique)
-            noted.answered(noted.own(unique))
+            noted.own_answered(unique)
 
         def forget_attributes(ino: InodeNumber) -> None:
             self._session.notify(Notification.INVAL_INODE, fuse.INVAL_INODE_OUT.pack(ino, -1, 0))

@@ -75,6 +75,11 @@ class NotedWrites:
         self._sizes_before.pop(name, None)
         self._database.put_call(CallRow(*name, value, -1))
 
+    def own_answered(self, number: int) -> None:
+        """This mount's own kernel has the answer to a request, which is mostly no write that is noted."""
+        if self._outcomes or self._sizes_before:
+            self.answered(self.own(number))
+
     def answered(self, name: WriteName) -> None:
         """Its kernel has the answer."""
         known = self._outcomes.pop(name, None), self._sizes_before.pop(name, None)

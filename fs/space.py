@@ -107,10 +107,10 @@ class Space:
         return handlers | {opcode: self._guard(handlers[opcode], was_carried_out) for opcode in MAKES_NAMES}
 
     def _guard(self, handler: Handler, was_carried_out: Callable[[int], bool]) -> Handler:
-        async def handle(header: RequestHeader, body: memoryview) -> Answer | None:
-            if not was_carried_out(header.unique):
+        def handle(header: RequestHeader, body: memoryview) -> Awaitable[Answer | None]:
+            if (self.shortage or time.monotonic() >= self._look_at) and not was_carried_out(header.unique):
                 self.require_room()
-            return await handler(header, body)
+            return handler(header, body)
 
         return handle
 
