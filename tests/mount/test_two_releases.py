@@ -58,7 +58,7 @@ def test_nodes_are_upgraded_one_by_one_while_programs_save_and_read(start_cluste
     programs = [call(node.store / "run/mount.sock", {"do": "status"})["version"] for node in cluster.nodes]
     assert programs == ["99.1"] * 3
     for node in cluster.nodes:
-        assert "refuse" not in (node.log / "agent.log").read_text()
+        assert "speaks protocol" not in (node.log / "agent.log").read_text()
 
     # One whose protocol the others don't speak: both sides say so, and all is well again when it goes back.
     first, last = cluster.nodes[0], cluster.nodes[2]
