@@ -7,7 +7,6 @@ what both run.
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -519,10 +518,8 @@ class Agent:
             pause_seconds = max(self._settings.sweep_seconds, SWEEP_PAUSE_FACTOR * (trio.current_time() - started))
 
     async def _collect_again_and_again(self) -> None:
-        began = time.monotonic()
         while True:
-            await self.collector.pause(began)
-            began = time.monotonic()
+            await self.collector.pause()
             try:
                 await self.collector.collect()
             except CacheError as error:

@@ -5,14 +5,17 @@ before its death is protected or gone (the *frontier*): so rotating checkpoints 
 Nothing reads it then: who has it open on another node says so in the catalog (`cache.segment_holds`), and the transaction
 compares that nobody does.
 
-How long a version has been dead is measured on this process's own clock, from when it first saw it dead: the wall clock of the
-node that stamped the death may be an hour off, and then the grace would be over before it began, or not for another hour.
+How long a version has been dead is measured on this process's own clock, from the first walk that could see it dead: the wall
+clock of the node that stamped the death may be an hour off, and then the grace would be over before it began, or not for another
+hour. What is remembered for this is the catalog's revision at each walk: a death has one too, so it is nothing for each version,
+however many there are.
 
 The leader does this for all (`leadership`).
 """
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ from ckptfs.cache.catalog_format import (
     version_key,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import Compare, Delete, EmptyRange, KeyValue, Unchanged
+from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Delete, EmptyRange, Entry, KeyValue, Unchanged
 from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.ids import SegmentId, Vid
 from ckptfs.replication.leadership import Leadership
@@ -49,7 +52,10 @@ DOMAINS_WITH_SPACE_MIN = 2
 """With fewer nothing can be protected any more: what is dead goes before its time, the oldest first."""
 
 DEAD_MAX = 10_000
-"""Looked at in one walk; the oldest."""
+"""Remembered in one walk, the oldest. Those beyond go in a second one, in the order of their keys."""
+
+BATCH_COUNT = (COMPARES_MAX - 1) // 3
+"""Versions that go in one transaction: each is compared, and that nobody has one of its two segments open."""
 
 
 @dataclass
@@ -101,75 +107,132 @@ class Collector:
         self._members = members
         self._leadership = leadership
         self._now = now
-        self._dead_since: dict[Vid, float] = {}
+        self._walks: list[tuple[int, float]] = []
+        """The catalog's revision, and when it was that, at the walks of the last hour."""
+        self._walk_seconds = 0.0
         self._grace_seconds = grace_seconds
         self._pause_seconds = pause_seconds
 
-    async def pause(self, began: float) -> None:
+    async def pause(self) -> None:
         """Between two walks: they take at most a fiftieth of the time, however many files there are."""
-        await trio.sleep(max(self._pause_seconds, PAUSE_SHARE * (time.monotonic() - began)))
+        await trio.sleep(max(self._pause_seconds, PAUSE_SHARE * self._walk_seconds))
 
     async def collect(self) -> int:
         """One walk; returns how many keys went. Raises `CatalogUnavailable`, `DamagedData`."""
+        self._walk_seconds = 0.0
         if not self._leadership.is_held:
             return 0
         members = [member for member in self._members.known() if member.live and member.state is StoreState.IN]
-        dead, frontier = await self._walk()
-        self.statistics.dead = len(dead)
-        now = self._now()
-        self._dead_since = {one.vid: self._dead_since.get(one.vid, now) for one in dead}
         full = len(members) > 1 and sum(member.free_bytes > 0 for member in members) < DOMAINS_WITH_SPACE_MIN
-        count = 0
-        for one in dead:
-            age_seconds = now - self._dead_since[one.vid]
-            if age_seconds < self._grace_seconds:
-                continue
-            allowed = frontier.allows(one, age_seconds)
-            if not (allowed or full):
-                continue
-            if await self._reclaim(one):
-                count += 1
-                self.statistics.reclaimed += 1
-                if not allowed:
+        await self._note_walk()
+        due, due_count, frontier = await self._walk()
+        count = await self._reclaim_all([one for one in due if frontier.allows(one, self._age_seconds(one))])
+        if full:
+            for one in due:
+                if not frontier.allows(one, self._age_seconds(one)) and await self._reclaim([one]):
+                    count += 1
                     self.statistics.early += 1
                     logger.warning(
                         "reclaimed-early vid=%s size=%d: the stores are full; what replaced it may not be protected yet",
                         one.vid.hex(),
                         one.version.size,
                     )
+        if due_count > len(due):
+            count += await self._reclaim_others(frontier)
+        self.statistics.reclaimed += count
         if count:
-            logger.info("dead-versions-reclaimed count=%d left=%d", count, len(dead) - count)
+            logger.info("dead-versions-reclaimed count=%d left=%d", count, self.statistics.dead - count)
         return count
 
-    async def _walk(self) -> tuple[Sequence[DeadVersion], Frontier]:
-        dead: list[DeadVersion] = []
+    async def _note_walk(self) -> None:
+        """What is dead at this revision is from now on known to be."""
+        revision, now = await self._kv.revision(), self._now()
+        if self._walks and revision < self._walks[-1][0]:
+            self._walks.clear()  # another catalog lies there
+        self._walks.append((revision, now))
+        while len(self._walks) > 1 and now - self._walks[1][1] >= max(OPEN_COUNTS_SECONDS, self._grace_seconds):
+            del self._walks[0]
+
+    def _age_seconds(self, dead: DeadVersion) -> float:
+        """For how long it is known to be dead; negative if it died during this walk."""
+        first = bisect_left(self._walks, (dead.died_at_revision, float("-inf")))
+        return self._now() - self._walks[first][1] if first < len(self._walks) else -1.0
+
+    async def _walk(self) -> tuple[list[DeadVersion], int, Frontier]:
+        """The versions whose grace has passed, the oldest, in order, and how many there are in all; and the frontier."""
+        began = time.monotonic()
+        due: list[DeadVersion] = []
         damaged: set[bytes] = set()
+        dead_count = due_count = 0
         closed = opened = float("inf")
         gone = {member.store for member in self._members.known() if member.state in (StoreState.LOST, StoreState.REMOVED)}
         async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=damaged)) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
                 if version.state is VersionState.DEAD:
-                    dead.append(DeadVersion(entry.mod_revision, vid_of_key(entry.key), version))
-                    if len(dead) > 2 * DEAD_MAX:
-                        dead = sorted(dead)[:DEAD_MAX]
+                    dead_count += 1
+                    dead = _dead(entry, version)
+                    if self._is_due(dead):
+                        due_count += 1
+                        due.append(dead)
+                    if len(due) > 2 * DEAD_MAX:
+                        due = sorted(due)[:DEAD_MAX]
                 elif version.home in gone:
                     continue  # nobody protects it: it is rolled back, and its store may never return
                 elif version.state is VersionState.LOCAL:
                     closed = min(closed, entry.create_revision)
                 elif version.state is VersionState.OPEN:
                     opened = min(opened, entry.create_revision)
-        self.statistics.damaged = len(damaged)
+        self.statistics.dead, self.statistics.damaged = dead_count, len(damaged)
         if damaged:
             closed = 0.0  # it may be of what was being saved before all others died
-        return sorted(dead)[:DEAD_MAX], Frontier(closed, opened)
+        self._walk_seconds += time.monotonic() - began
+        return sorted(due)[:DEAD_MAX], due_count, Frontier(closed, opened)
 
-    async def _reclaim(self, dead: DeadVersion) -> bool:
-        """False if somebody reads it, or it has changed."""
-        segments = {SegmentId(dead.vid), dead.version.segment} - {NO_SEGMENT}
-        unread = [EmptyRange(hold_prefix(segment)) for segment in sorted(segments)]
-        if not self._leadership.is_held:
+    def _is_due(self, dead: DeadVersion) -> bool:
+        return self._age_seconds(dead) >= self._grace_seconds
+
+    async def _reclaim_others(self, frontier: Frontier) -> int:
+        """All that may go, in a second walk. The first one's frontier holds: what began since is younger than what is due."""
+        began = time.monotonic()
+        count = 0
+        batch: list[DeadVersion] = []
+        async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=set())) as entries:
+            async for entry in entries:
+                version = unpack(Version, entry.value)
+                if version.state is not VersionState.DEAD:
+                    continue
+                dead = _dead(entry, version)
+                if self._is_due(dead) and frontier.allows(dead, self._age_seconds(dead)):
+                    batch.append(dead)
+                if len(batch) == BATCH_COUNT:
+                    count += await self._reclaim_all(batch)
+                    batch = []
+        self._walk_seconds += time.monotonic() - began
+        return count + await self._reclaim_all(batch)
+
+    async def _reclaim_all(self, dead: Sequence[DeadVersion]) -> int:
+        """How many went: those of a batch one by one, where one of them may not."""
+        count = 0
+        for start in range(0, len(dead), BATCH_COUNT):
+            batch = dead[start : start + BATCH_COUNT]
+            if await self._reclaim(batch):
+                count += len(batch)
+            elif len(batch) > 1:
+                count += sum([await self._reclaim([one]) for one in batch])
+        return count
+
+    async def _reclaim(self, batch: Sequence[DeadVersion]) -> bool:
+        """False, and nothing happened, if somebody reads one of them, or it has changed."""
+        if not batch or not self._leadership.is_held:
             return False
-        unchanged = Unchanged(version_key(dead.vid), dead.died_at_revision)
-        compares: list[Compare] = [self._leadership.compare(), unchanged, *unread]
-        return (await self._kv.transact(compares, [Delete(version_key(dead.vid))])).succeeded
+        compares: list[Compare] = [self._leadership.compare()]
+        for one in batch:
+            compares.append(Unchanged(version_key(one.vid), one.died_at_revision))
+            segments = {SegmentId(one.vid), one.version.segment} - {NO_SEGMENT}
+            compares += [EmptyRange(hold_prefix(segment)) for segment in sorted(segments)]
+        return (await self._kv.transact(compares, [Delete(version_key(one.vid)) for one in batch])).succeeded
+
+
+def _dead(entry: Entry, version: Version) -> DeadVersion:
+    return DeadVersion(entry.mod_revision, vid_of_key(entry.key), version)

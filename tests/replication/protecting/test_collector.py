@@ -11,6 +11,7 @@ import trio
 from ckptfs.cache.catalog_format import VersionState, hold_key
 from ckptfs.cache.catalog_kv import Delete, Put
 from ckptfs.cache.ids import SegmentId
+from ckptfs.replication import collector as module
 from ckptfs.replication.collector import OPEN_COUNTS_SECONDS, Collector, CollectorStatistics, DeadVersion, Frontier
 
 pytestmark = pytest.mark.slow
@@ -134,6 +135,41 @@ async def test_what_is_read_elsewhere_stays(cluster: Any, by: str) -> None:
     assert shards_of(cluster, saved) == 6
     await first.kv.transact([], [Delete(key)])
     assert await collect(cluster) == 1
+
+
+async def test_however_many_are_dead_all_go_after_one_grace(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only those that a walk remembers, each of them after a grace of its own that began when those before it were gone."""
+    monkeypatch.setattr(module, "DEAD_MAX", 3)
+    monkeypatch.setattr(module, "BATCH_COUNT", 4)
+    first = cluster[0]
+    saved = [await first.save(f"file-{number}", b"content", wake=False) for number in range(20)]
+    first.running.replicator.wake()
+    await first.protected(*saved)
+    for number, one in enumerate(saved):
+        await first.delete(one, f"file-{number}")
+    held = [hold_key(SegmentId(one.vid), cluster[2].store.store_id) for one in (saved[4], saved[11])]
+    await first.kv.transact([], [Put(key, b"") for key in held])
+    assert await collect(cluster, after_seconds=599) == 0
+    assert await collect(cluster, sweep=False) == 18, "but not what is read elsewhere"
+    await first.kv.transact([], [Delete(key) for key in held])
+    assert await collect(cluster) == 2
+    assert shards_of(cluster, *saved) == 0
+
+
+async def test_what_dies_later_has_a_grace_of_its_own(cluster: Any) -> None:
+    first = cluster[0]
+    earlier, later = await first.save("a", b"x"), await first.save("b", b"y")
+    await first.protected(earlier, later)
+    agent = (await cluster.elect()).running
+    now = 0.0
+    collector = Collector(agent.collector._kv, agent.members, agent.leadership, now=lambda: now)
+    await first.delete(earlier, "a")
+    assert await collector.collect() == 0
+    await first.delete(later, "b")
+    for moment, count in ((599.0, 0), (601.0, 1), (1198.0, 0), (1200.0, 1), (9000.0, 0)):
+        now = moment
+        assert await collector.collect() == count
+    assert len(collector._walks) == 2, "an hour of them"
 
 
 async def test_one_node_does_it(cluster: Any) -> None:
