@@ -57,6 +57,9 @@ DEAD_MAX = 10_000
 BATCH_COUNT = (COMPARES_MAX - 1) // 3
 """Versions that go in one transaction: each is compared, and that nobody has one of its two segments open."""
 
+GIVE_WAY_FACTOR = 4
+"""After each transaction others have the catalog for so many times as long as it took: there may be very many."""
+
 
 @dataclass
 class CollectorStatistics:
@@ -216,10 +219,12 @@ class Collector:
         count = 0
         for start in range(0, len(dead), BATCH_COUNT):
             batch = dead[start : start + BATCH_COUNT]
+            began = time.monotonic()
             if await self._reclaim(batch):
                 count += len(batch)
             elif len(batch) > 1:
                 count += sum([await self._reclaim([one]) for one in batch])
+            await trio.sleep(GIVE_WAY_FACTOR * (time.monotonic() - began))
         return count
 
     async def _reclaim(self, batch: Sequence[DeadVersion]) -> bool:
