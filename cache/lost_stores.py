@@ -32,6 +32,7 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import Compare, Entry, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
+from ckptfs.cache.changed_inodes import remembered
 from ckptfs.cache.errors import DamagedRecord, NoSuchName
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
@@ -196,26 +197,43 @@ class Returned(NamedTuple):
 
 async def give_back(kv: KeyValue, writer: Writer) -> AsyncGenerator[Returned, None]:
     """What this store, which was lost and has returned, had alone: each version that was rolled back and whose file is still
-    there, after that was given it back if nobody touched it."""
+    there, after that was given it back if nobody touched it. What it had of removed files ends."""
+    of_removed: list[Vid] = []
     async with aclosing(versions_at_home(kv, writer.store, HOME_ONLY, damaged=set())) as versions:
         async for vid, version in versions:
             try:
                 done = await repeated(partial(_attempt_give_back, kv, writer, vid, version.ino))
+            except NoSuchName:
+                of_removed.append(vid)
+                continue
             except DamagedRecord:
                 continue
             if done is not None:
                 yield done
+    kept = await remembered(kv, of_removed)  # the file that replaced one may fall back to its bytes
+    for vid in of_removed:
+        if vid not in kept:
+            await end_unnamed(kv, vid)
+
+
+async def end_unnamed(kv: KeyValue, vid: Vid) -> None:
+    """End a version of a returned store that no inode names any more, and none will."""
+
+    async def attempt() -> None:
+        ending = await end_versions(kv, [vid], 0)
+        if ending.dead:
+            await commit(kv, ending.plan.compares, ending.plan.operations)
+
+    await repeated(attempt)
 
 
 async def _attempt_give_back(kv: KeyValue, writer: Writer, vid: Vid, ino: InodeNumber) -> Returned | None:
+    """Raises `NoSuchName` if the file was removed, perhaps by one that replaced it."""
     found = await find_version(kv, vid)
     if found is None or found[0].ino != ino:
         return None
     version, revision = found
-    try:
-        inode, inode_revision = await existing_inode(kv, ino)
-    except NoSuchName:
-        return None  # removed, or the file that replaced it may fall back to these bytes
+    inode, inode_revision = await existing_inode(kv, ino)
     if vid in (inode.open, inode.cur, inode.prev_local, inode.prefix_next):
         return None  # the leader hadn't come to it
     if inode.rolled_back_from != vid:

@@ -11,16 +11,13 @@ import stat
 from collections.abc import Callable
 from contextlib import aclosing
 
-from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack, version_key
-from ckptfs.cache.catalog_kv import Unchanged
-from ckptfs.cache.catalog_records import commit, find_version
+from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack
 from ckptfs.cache.errors import NameExists, NoSuchName, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
-from ckptfs.cache.lost_stores import be_in_again, give_back
+from ckptfs.cache.lost_stores import be_in_again, end_unnamed, give_back
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
-from ckptfs.cache.version_states import version_step
 from ckptfs.fs.last_use import LastUse
 
 log = logging.getLogger(__name__)
@@ -64,6 +61,7 @@ class ReturnedStore:
                     log.warning(
                         "lost_content_not_kept inode=%d vid=%s: it was never synced, or is not there", version.ino, vid.hex()
                     )
+                    await end_unnamed(kv, vid)
                 else:
                     conflicts += 1
                     await self._set_aside(vid, version)
@@ -94,7 +92,7 @@ class ReturnedStore:
         try:
             inode = await self._namespace.inode(version.ino)
         except NoSuchName:
-            return
+            return await end_unnamed(self._namespace.kv, vid)  # removed just now
         row = self._database.file(version.ino)
         of_version = row is not None and row.segment == version.segment
         hint = os.path.basename(row.path_hint) if row is not None and of_version else b""
@@ -110,9 +108,7 @@ class ReturnedStore:
                 if handle.ino == version.ino:
                     self._database.put_handle(handle._replace(ino=ino))
             self._database.remove_files([version.ino])
-        found = await find_version(self._namespace.kv, vid)
-        if found is not None:
-            await commit(self._namespace.kv, [Unchanged(version_key(vid), found[1])], [version_step(vid, found[0], None)])
+        await end_unnamed(self._namespace.kv, vid)
         log.error("conflict_set_aside inode=%d vid=%s as=%s: the file was written elsewhere meanwhile",
                   version.ino, vid.hex(), os.fsdecode(path))  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 A protected version that was replaced or deleted stays until the grace has passed, and until everything that was being saved
 before its death is protected or gone (the *frontier*): so rotating checkpoints never leaves only one that a single drive has.
+What no file has any more, and is left by a store that was lost, counts as gone: nobody will ever protect it.
 Nothing reads it then: who has it open on another node says so in the catalog (`cache.segment_holds`), and the transaction
 compares that nobody does.
 
@@ -35,7 +36,10 @@ from ckptfs.cache.catalog_format import (
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Delete, EmptyRange, Entry, KeyValue, Unchanged
+from ckptfs.cache.catalog_records import existing_inode
 from ckptfs.cache.catalog_scan import scan
+from ckptfs.cache.changed_inodes import remembered
+from ckptfs.cache.errors import DamagedRecord, NoSuchName
 from ckptfs.cache.ids import SegmentId, Vid
 from ckptfs.replication.leadership import Leadership
 from ckptfs.replication.members import Members
@@ -167,6 +171,7 @@ class Collector:
         due: list[DeadVersion] = []
         damaged: set[bytes] = set()
         dead_count = due_count = 0
+        of_removed: dict[Vid, int] = {}
         closed = opened = float("inf")
         gone = {member.store for member in self._members.known() if member.state in (StoreState.LOST, StoreState.REMOVED)}
         async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=damaged)) as entries:
@@ -182,15 +187,31 @@ class Collector:
                         due = sorted(due)[:DEAD_MAX]
                 elif version.home in gone:
                     continue  # nobody protects it: it is rolled back, and its store may never return
-                elif version.state is VersionState.LOCAL:
-                    closed = min(closed, entry.create_revision)
-                elif version.state is VersionState.OPEN:
-                    opened = min(opened, entry.create_revision)
+                elif version.state is VersionState.LOCAL and entry.create_revision < closed:
+                    named = await self._is_named(vid_of_key(entry.key), version)
+                    if named is None:
+                        of_removed[vid_of_key(entry.key)] = entry.create_revision
+                    elif named:
+                        closed = entry.create_revision
+                elif version.state is VersionState.OPEN and entry.create_revision < opened:
+                    opened = entry.create_revision if await self._is_named(vid_of_key(entry.key), version) else opened
+        of_removed = {vid: revision for vid, revision in of_removed.items() if revision < closed}
+        closed = min([closed, *(of_removed[vid] for vid in await remembered(self._kv, of_removed))])
         self.statistics.dead, self.statistics.damaged = dead_count, len(damaged)
         if damaged:
             closed = 0.0  # it may be of what was being saved before all others died
         self._walk_seconds += time.monotonic() - began
         return sorted(due)[:DEAD_MAX], due_count, Frontier(closed, opened)
+
+    async def _is_named(self, vid: Vid, version: Version) -> bool | None:
+        """Whether its file has the version, or may have it, where the file's record is damaged; None if there is no such file."""
+        try:
+            inode, _ = await existing_inode(self._kv, version.ino)
+        except NoSuchName:
+            return None
+        except DamagedRecord:
+            return True
+        return vid in (inode.open, inode.cur, inode.prefix_next)
 
     def _is_due(self, dead: DeadVersion) -> bool:
         return self._age_seconds(dead) >= self._grace_seconds

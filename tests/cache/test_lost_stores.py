@@ -12,6 +12,7 @@ import pytest
 
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.catalog_format import (
+    INODE_PREFIX,
     LEADER_KEY,
     Inode,
     Settings,
@@ -292,8 +293,43 @@ async def test_a_returning_store_changes_nothing_written_since(world: World) -> 
     inode = await world.inode(rewritten.ino)
     assert (inode.cur, inode.size, inode.rolled_back_from) == (theirs, 30, None)
     assert await world.mine.version(removed.vid) is None
-    version = await world.mine.version(rewritten.vid)
-    assert version is not None and version.state is VersionState.LOCAL  # noqa: PT018
+    assert await world.state(rewritten.vid) is VersionState.LOCAL
+
+
+async def test_a_returning_store_keeps_nothing_of_a_file_that_was_written_and_removed_meanwhile(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.lose()
+    await world.rewrite(world.theirs, made.ino, None)
+    await world.tree.unlink(ROOT_INODE, b"f")
+    assert await world.state(made.vid) is VersionState.LOCAL
+    assert await world.come_back() == []
+    assert await world.state(made.vid) is None
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_what_a_file_that_replaced_one_may_fall_back_to_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is replaced in its turn while the walk that finds that out is on its way."""
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    tree = Namespace(world.kv, OTHER, 1, count(5000).__next__)
+    last, first = [await tree.create_file(ROOT_INODE, name, 0o644, 0, 0, new_segment_id()) for name in (b"last", b"first")]
+    await tree.rename(ROOT_INODE, b"first", ROOT_INODE, b"f")
+    assert await world.lose() == []
+    existing = world.kv.range
+
+    async def replace_amid(prefix: bytes, **limits: Any) -> Any:
+        entries = await existing(prefix, **limits)
+        if prefix == INODE_PREFIX and (await world.inode(last.ino)).prev_local is None:
+            await tree.rename(ROOT_INODE, b"last", ROOT_INODE, b"f")
+            entries = [entry for entry in entries if entry.key != inode_key(first.ino)]  # had it been on a later page
+        return entries
+
+    monkeypatch.setattr(world.kv, "range", replace_amid)
+    assert await world.come_back() == []
+    assert (await world.inode(last.ino)).prev_local == made.vid
+    assert await world.state(made.vid) is VersionState.LOCAL
+    assert await catalog_problems(world.kv) == []
 
 
 async def test_a_store_that_returns_before_its_files_were_rolled_back_has_lost_nothing(world: World) -> None:

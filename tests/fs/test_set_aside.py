@@ -1,0 +1,78 @@
+"""A store that was declared lost comes back, and somebody has written its files meanwhile: what becomes of what it has."""
+
+import os
+from typing import Any
+
+import msgspec
+
+from ckptfs.cache.catalog_check import catalog_problems
+from ckptfs.cache.catalog_format import LEADER_KEY, Store, StoreState, pack, store_key, unpack
+from ckptfs.cache.catalog_kv import Put, Unchanged
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid, new_segment_id
+from ckptfs.cache.lost_stores import roll_back
+from ckptfs.cache.store_registry import register_store
+from ckptfs.fs.last_use import LastUse
+from ckptfs.fs.returned_store import ReturnedStore
+
+UNHARMED = LastUse(True, False, 0.0)
+
+
+async def lose(node: Any) -> None:
+    """The node is killed, its store declared lost, and its files rolled back."""
+    node.kill()
+    store = node.store.store_id
+    await register_store(node.kv, store, node.store.node, "127.0.0.1:1", str(node.store.path), {})
+    record = unpack(Store, (await node.kv.get(store_key(store))).value)
+    leader = await node.kv.transact(
+        [], [Put(store_key(store), pack(msgspec.structs.replace(record, state=StoreState.LOST))), Put(LEADER_KEY, b"")]
+    )
+    async for _ in roll_back(node.kv, Unchanged(LEADER_KEY, leader.revision), store):
+        pass
+
+
+async def begin_anew(node: Any, ino: int) -> None:
+    await node.versions.open_for_writing(InodeNumber(ino), truncate_to_new_segment=new_segment_id())
+
+
+def returned(node: Any) -> ReturnedStore:
+    return ReturnedStore(node.namespace, node.database, node.segments, node.store.store_id, 2, lambda: UNHARMED)
+
+
+async def conflicts(node: Any) -> list[bytes]:
+    directory, _ = await node.namespace.lookup(ROOT_INODE, b".ckptfs")
+    directory, _ = await node.namespace.lookup(directory, b"conflicts")
+    return [item.name for item in await node.namespace.readdir(directory)]
+
+
+async def version_of(node: Any, ino: int) -> Vid:
+    vid = (await node.namespace.inode(InodeNumber(ino))).cur
+    assert vid is not None
+    return Vid(vid)
+
+
+async def test_what_was_written_elsewhere_meanwhile_is_set_aside(start_node: Any) -> None:
+    first, other = await start_node("a"), await start_node("b")
+    ino = await first.save(b"f", b"mine")
+    vid = await version_of(first, ino)
+    await lose(first)
+    await begin_anew(other, ino)
+    again = await start_node("a")
+    assert await returned(again).bring_back()
+    assert await conflicts(again) == [b"%x-%b-f" % (ino, vid.hex()[:8].encode())]
+    assert await again.versions.version(vid) is None
+    assert await catalog_problems(again.kv) == []
+
+
+async def test_what_is_not_there_any_more_ends(start_node: Any) -> None:
+    """Else nobody would ever, and nothing that died after it began would be removed either."""
+    first, other = await start_node("a"), await start_node("b")
+    ino = await first.save(b"f", b"mine")
+    vid = await version_of(first, ino)
+    version = await first.versions.version(vid)
+    await lose(first)
+    await begin_anew(other, ino)
+    again = await start_node("a")
+    os.unlink(again.segments.path_of(version.segment))
+    assert await returned(again).bring_back()
+    assert await again.versions.version(vid) is None
+    assert await catalog_problems(again.kv) == []
