@@ -1,4 +1,4 @@
-"""Taking a store out of the cluster for good: one that is down and, unless forced, holds nothing that only it has. Pure."""
+"""Taking a node's store out of the cluster for good: one that is down and, unless forced, has nothing alone. Pure."""
 
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -19,7 +19,7 @@ from ckptfs.cache.catalog_format import (
     unpack,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import Conflict, commit, existing_inode
 from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
@@ -40,31 +40,38 @@ async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeN
     """Take the node's stores out: shards they hold are made again elsewhere, and they can't return. Returns the files that are
     rolled back or lost by that (with `force` only).
 
+    A machine that was set up anew under its old id has another store beside the one that was lost: then only that one goes, and
+    one that is up stays in any case. All of them are taken out, or none.
+
     Raises `NoSuchName` for a node that has no store in the cluster, `StoreError` for one that is up, `HoldsTheOnly`.
     """
     known = await stores(kv)
     mine = {store: found for store, found in known.items() if found[0].node == node and found[0].state is not StoreState.REMOVED}
     if not mine:
         raise NoSuchName(f"the cluster has no node {node}")
-    given_up: list[InodeNumber] = []
-    for store, (record, revision) in mine.items():
-        session = await kv.get(session_key(node))
-        if session is not None and unpack(Session, session.value).store == store:
-            raise StoreError(f"{node} is up: stop it first (`ckptfs umount` there); nothing was changed")
-        damaged = set[bytes]() if force else None  # of what a damaged record says nobody knows who needs the store
-        only_here = await only_at(kv, store, {other: found[0] for other, found in known.items()}, damaged)
-        if only_here and not force:
-            raise HoldsTheOnly(only_here)
+    session = await kv.get(session_key(node))
+    up = None if session is None else unpack(Session, session.value).store
+    down = {store: found for store, found in mine.items() if store != up}
+    if not down:
+        raise StoreError(f"{node} is up: stop it first (`ckptfs umount` there); nothing was changed")
+    going = {store: found for store, found in down.items() if found[0].state is StoreState.LOST} or down
+    staying = {store: record for store, (record, _) in known.items() if store not in going}
+    damaged = set[bytes]() if force else None  # of what a damaged record says nobody knows who needs the store
+    only_here = list(dict.fromkeys([ino for store in going for ino in await only_at(kv, store, staying, damaged)]))
+    if only_here and not force:
+        raise HoldsTheOnly(only_here)
+    compares: list[Compare] = [Unchanged(session_key(node), session.mod_revision if session else 0)]
+    operations: list[Operation] = []
+    for store, (record, revision) in going.items():
         # A lost store's files were rolled back; those of one that was not are by the leader, which sees that it isn't settled.
         settled = record.state is StoreState.LOST and record.settled
-        removed = msgspec.structs.replace(record, state=StoreState.REMOVED, settled=settled)
-        compares = [Unchanged(store_key(store), revision), Unchanged(session_key(node), session.mod_revision if session else 0)]
-        try:
-            await commit(kv, compares, [Put(store_key(store), pack(removed))])
-        except Conflict:
-            raise StoreError(f"{node} has just changed: nothing was; look at it again (ckptfs nodes list)") from None
-        given_up += only_here
-    return given_up
+        compares.append(Unchanged(store_key(store), revision))
+        operations.append(Put(store_key(store), pack(msgspec.structs.replace(record, state=StoreState.REMOVED, settled=settled))))
+    try:
+        await commit(kv, compares, operations)
+    except Conflict:
+        raise StoreError(f"{node} has just changed: nothing was; look at it again (ckptfs nodes list)") from None
+    return only_here
 
 
 async def only_at(

@@ -53,7 +53,7 @@ from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
-from ckptfs.cache.store_registry import set_draining
+from ckptfs.cache.store_registry import set_draining, stores
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.fs.agent import Agent
 from ckptfs.fs.home_calls import Call, answer_as_message, from_message
@@ -442,7 +442,12 @@ class AgentRequests:
             log.critical("node_removed node=%s files_given_up=%d", node, len(given_up))
             await self._agent.members.refresh()
         paths = await paths_of(kv, given_up)
-        return {"removed": removed, "files": [paths.get(ino, b"inode %d" % ino) for ino in given_up]}
+        mine = {store: record for store, (record, _) in (await stores(kv)).items() if record.node == node}
+        return {
+            "removed": removed,
+            "stays": [store.hex() for store, record in mine.items() if record.state is not StoreState.REMOVED],
+            "files": [paths.get(ino, b"inode %d" % ino) for ino in given_up],
+        }
 
     async def _is_at_home(self, vid: Vid) -> bool:
         """Whether the home of a version that is being written answers for it."""

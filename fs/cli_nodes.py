@@ -86,11 +86,15 @@ def remove(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a node that is down out of the cluster for good: what it holds is made again elsewhere, and it can't come back."""
+    """Take a node that is down out of the cluster for good: what it holds is made again elsewhere, and it can't come back.
+
+    Of a machine that was set up anew under its old id, the store that was lost goes, and the new one stays.
+    """
     answer = ask(of, {"do": "remove_node", "node": node, "force": force}, WALK_SECONDS_MAX, is_change=True)
+    stays = [str(store) for store in answer.get("stays", ())]
     files = [bytes(path).decode(errors="backslashreplace") for path in answer["files"]]
     if as_json:
-        print_json({"node": node, "removed": answer["removed"], "files": files})
+        print_json({"node": node, "removed": answer["removed"], "stays": stays, "files": files})
     which = f"{', '.join(files[:SHOWN_MAX])}{f' and {len(files) - SHOWN_MAX} more' if len(files) > SHOWN_MAX else ''}"
     if not answer["removed"]:
         raise NotReached(
@@ -100,6 +104,12 @@ def remove(
         )
     if not as_json:
         lost = f"; given up: {which}" if files else ""
+        if stays:
+            console().print(
+                f"the store of {node} that is down is no part of the cluster any more{lost}; {', '.join(stays)} stays in it",
+                soft_wrap=True,
+            )
+            return
         console().print(
             f"{node} is no part of the cluster any more{lost}\n"
             f"if it had a certificate, revoke it: ckptfs ca revoke {node} --ca DIR",

@@ -35,7 +35,7 @@ from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_
 from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.prefixes import Prefix, begin_prefix, void_prefix
-from ckptfs.cache.store_registry import begin_session, register_store, session_label
+from ckptfs.cache.store_registry import begin_session, register_store, session_label, stores
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 
@@ -511,3 +511,40 @@ async def test_what_was_rolled_back_is_given_up_with_the_store(world: World) -> 
         await remove_node(world.kv, NODE, force=False)
     assert await remove_node(world.kv, NODE, force=True) == [made.ino]
     assert (await world.record()).settled
+
+
+@pytest.mark.parametrize("new_one", ["up", "down"])
+async def test_of_a_machine_that_was_set_up_anew_the_lost_store_is_removed(world: World, new_one: str) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.lose()
+    new = StoreId(b"N" * 16)
+    await register_store(world.kv, new, NODE, "127.0.0.1:1", "/store", {})
+    if new_one == "up":
+        await begin_session(world.new_kv, NODE, new, 2)
+    with pytest.raises(HoldsTheOnly) as holds:
+        await remove_node(world.kv, NODE, force=False)
+    assert holds.value.inos == [made.ino]
+    assert await remove_node(world.kv, NODE, force=True) == [made.ino]
+    states = {store: record.state for store, (record, _) in (await stores(world.kv)).items()}
+    assert (states[GONE], states[new]) == (StoreState.REMOVED, StoreState.IN)
+    if new_one == "up":
+        with pytest.raises(StoreError, match="is up: stop it first"):
+            await remove_node(world.kv, NODE, force=True)
+    else:
+        assert await remove_node(world.kv, NODE, force=False) == []
+        assert (await stores(world.kv))[new][0].state is StoreState.REMOVED
+
+
+async def test_a_node_s_stores_are_removed_together_or_not(world: World) -> None:
+    """Two that were never lost: what one of them has alone keeps both."""
+    await world.kv.end_session(world.label)
+    second = StoreId(b"N" * 16)
+    await register_store(world.kv, second, NODE, "127.0.0.1:1", "/store", {})
+    made = await Namespace(world.kv, second, 1, count(5000).__next__).create_file(ROOT_INODE, b"f", 0o644, 0, 0, new_segment_id())
+    with pytest.raises(HoldsTheOnly):
+        await remove_node(world.kv, NODE, force=False)
+    assert all(record.state is StoreState.IN for record, _ in (await stores(world.kv)).values())
+    assert await remove_node(world.kv, NODE, force=True) == [made.ino]
+    known = await stores(world.kv)
+    assert (known[GONE][0].state, known[second][0].state) == (StoreState.REMOVED, StoreState.REMOVED)
