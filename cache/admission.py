@@ -1,14 +1,14 @@
 """Who may join: a new store needs a one-time token, which the catalog knows by its hash, once the cluster asks for tokens.
 
 It does from the first admission on (`ckptfs nodes admit`); a cluster without any takes whoever reaches its catalog. A store that
-is in the catalog has joined, and needs none. Pure.
+is in the catalog has joined, and needs none; one that was removed never does again. Pure.
 """
 
 import hashlib
 import hmac
 import secrets
 
-from ckptfs.cache.catalog_format import JOINING_KEY, admission_key, store_key
+from ckptfs.cache.catalog_format import JOINING_KEY, Store, StoreState, admission_key, store_key, unpack
 from ckptfs.cache.catalog_kv import Delete, KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import Plan
 from ckptfs.cache.errors import StoreError
@@ -26,6 +26,16 @@ class NotAdmitted(StoreError):
             f"the node {node} is not admitted to this cluster: its store is new there, and the token in tls.token is not the one"
             " that was admitted for it, or was used. `ckptfs nodes add` gives out another one, `ckptfs nodes admit` admits it;"
             " nothing was changed"
+        )
+
+
+class StoreRemoved(StoreError):
+    """The store was taken out of the cluster for good: what its node saved would be protected nowhere, nor read by others."""
+
+    def __init__(self, store: StoreId, node: NodeId) -> None:
+        super().__init__(
+            f"the store {store.hex()} of {node} was removed from the cluster (ckptfs nodes remove): nothing in it was"
+            " changed; start this node with a new store directory"
         )
 
 
@@ -61,6 +71,21 @@ async def joining(kv: KeyValue, node: NodeId, token: str) -> Plan:
 
 
 async def require_admitted(kv: KeyValue, store: StoreId, node: NodeId, token: str) -> None:
-    """Raise `NotAdmitted` unless the store is in the catalog, or could join now."""
-    if await kv.get(store_key(store)) is None:
+    """Raise `NotAdmitted` unless the store is in the catalog, or could join now, and `StoreRemoved` if it was removed."""
+    if not await _has_joined(kv, store):
         await joining(kv, node, token)
+
+
+async def require_not_removed(kv: KeyValue, store: StoreId) -> None:
+    """Raise `StoreRemoved` if it was."""
+    await _has_joined(kv, store)
+
+
+async def _has_joined(kv: KeyValue, store: StoreId) -> bool:
+    entry = await kv.get(store_key(store))
+    if entry is None:
+        return False
+    record = unpack(Store, entry.value)
+    if record.state is StoreState.REMOVED:
+        raise StoreRemoved(store, record.node)
+    return True

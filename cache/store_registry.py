@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from ckptfs.cache.admission import joining
+from ckptfs.cache.admission import StoreRemoved, joining
 from ckptfs.cache.catalog_format import (
     FORMAT_VERSION,
     SESSION_PREFIX,
@@ -53,7 +53,7 @@ async def register_store(
     """Say where the store is now; a new one joins as `IN`, a known one keeps its state: one that was lost is `IN` when its mount
     has brought its files back (`fs/returned_store.py`). Returns its record's revision.
 
-    Raises `StoreError` for a store that was removed, `NotAdmitted` for a new one whose `token` isn't good.
+    Raises `StoreRemoved`, and `NotAdmitted` for a new one whose `token` isn't good.
     """
     return await repeated(partial(_attempt_register, kv, store, node, address, directory, dict(labels), token))
 
@@ -68,10 +68,7 @@ async def _attempt_register(
         return await commit(kv, [Unchanged(store_key(store), 0), *compares], [Put(store_key(store), pack(record)), *operations])
     known = unpack(Store, entry.value)
     if known.state is StoreState.REMOVED:
-        raise StoreError(
-            f"the store {store.hex()} of {known.node} was removed from the cluster (ckptfs nodes remove): nothing in it was"
-            " changed; start this node with a new store directory"
-        )
+        raise StoreRemoved(store, known.node)
     record = msgspec.structs.replace(known, node=node, address=address, directory=directory, labels=labels)
     if record == known:
         return entry.mod_revision

@@ -10,9 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 
+from ckptfs.cache.admission import require_not_removed
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -118,6 +120,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
     transport = transport_of(config)
     kv = open_catalog(config, "agent", session=session_label(store.store_id, incarnation))
     fence = await SessionFence.begin(kv, config.node_id, store.store_id, incarnation)
+    fence.on_renewed = partial(require_not_removed, kv, store.store_id)
     cluster = await Namespace(kv, store.store_id, incarnation, time.time_ns).settings()
     store.join(cluster.cluster, config.node.catalog)
     mount = LocalClient(store.mount_socket)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from ckptfs.cache.admission import StoreRemoved
 from ckptfs.cache.errors import CacheError
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.node_processes import started_at
@@ -60,7 +61,7 @@ def _no_log(path: Path, error: OSError) -> ConfigurationError:
 def death_logged(run: Path, role: str) -> Iterator[None]:
     """What ends the process goes into its log and into `<run>/<role>.failed`, which `ckptfs status` shows until `is_ready`.
 
-    A bug of ours has its traceback in the log; what an operator can mend is one line.
+    A bug of ours has its traceback in the log; what an operator can mend is one line. A node whose store was removed ends.
     """
     try:
         yield
@@ -71,7 +72,7 @@ def death_logged(run: Path, role: str) -> Iterator[None]:
         logging.getLogger(role).critical("process_died reason=%s", reason, exc_info=not foreseen)
         with contextlib.suppress(OSError):
             (run / f"{role}.failed").write_text(f"{reason}\n")
-        raise SystemExit(1) from None
+        raise SystemExit(FOR_GOOD_STATUS if isinstance(cause, StoreRemoved) else 1) from None
 
 
 def end_for_good(run: Path, role: str, reason: str) -> NoReturn:

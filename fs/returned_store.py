@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from contextlib import aclosing
 
+from ckptfs.cache.admission import require_not_removed
 from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack
 from ckptfs.cache.errors import NameExists, NoSuchName, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
@@ -46,7 +47,8 @@ class ReturnedStore:
         self._last_use = last_use
 
     async def bring_back(self) -> bool:
-        """Whether the store was lost: then all it had alone has a name again, and it is `IN`. Raises `OSError` too."""
+        """Whether the store was lost: then all it had alone has a name again, and it is `IN`. Raises `StoreRemoved`, and
+        `OSError` too."""
         kv = self._namespace.kv
         if not await self._is_lost():
             return False
@@ -71,13 +73,15 @@ class ReturnedStore:
         return True
 
     async def require_not_lost(self) -> None:
-        """Raise `StoreError` if the store was declared lost while this process ran: the next one brings its files back."""
+        """Raise `StoreError` if the store was declared lost while this process ran: the next one brings its files back. And
+        `StoreRemoved` if it was removed."""
         if await self._is_lost():
             raise StoreError("this node's store was declared lost while the node was away: the mount process begins anew")
 
     async def _is_lost(self) -> bool:
         kv = self._namespace.kv
         await kv.catch_up()
+        await require_not_removed(kv, self._writer.store)
         entry = await kv.get(store_key(self._writer.store))
         return entry is not None and unpack(Store, entry.value).state is StoreState.LOST
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from ckptfs.cache.admission import NotAdmitted, admit, hash_of, new_token, require_admitted
+from ckptfs.cache.admission import NotAdmitted, StoreRemoved, admit, hash_of, new_token, require_admitted, require_not_removed
 from ckptfs.cache.catalog_format import admission_key, store_key
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.cache.store_registry import register_store, stores
+from ckptfs.cache.store_removal import remove_node
 
 FIRST, SECOND, THIRD = StoreId(b"1" * 16), StoreId(b"2" * 16), StoreId(b"3" * 16)
 ONE, TWO = NodeId("one"), NodeId("two")
@@ -53,6 +54,18 @@ async def test_a_later_token_voids_the_one_before(kv: KeyValue) -> None:
     with pytest.raises(NotAdmitted):
         await join(kv, SECOND, TWO, before)
     await join(kv, SECOND, TWO, after)
+
+
+async def test_a_store_that_was_removed_does_not_join_again(kv: KeyValue) -> None:
+    """Before its node has a mount: what is saved there would never be protected."""
+    await join(kv, FIRST, ONE)
+    await require_not_removed(kv, FIRST)
+    await remove_node(kv, ONE, force=False)
+    with pytest.raises(StoreRemoved, match="start this node with a new store directory"):
+        await require_admitted(kv, FIRST, ONE, "")
+    with pytest.raises(StoreRemoved):
+        await require_not_removed(kv, FIRST)
+    await require_not_removed(kv, SECOND)
 
 
 async def test_what_is_no_hash_is_refused(kv: KeyValue) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.cache.admission import StoreRemoved
 from ckptfs.cache.errors import StoreError
+from ckptfs.cache.ids import NodeId, StoreId
 from ckptfs.fs import process_start
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.process_start import (
@@ -83,6 +85,14 @@ def test_a_bug_has_its_traceback_in_the_log(tmp_path: Path, caplog: pytest.LogCa
         raise error
     assert (tmp_path / "agent.failed").read_text().endswith("; agent.log has the details\n")
     assert "Traceback" in caplog.text
+
+
+def test_a_node_whose_store_was_removed_ends_instead_of_beginning_anew(tmp_path: Path) -> None:
+    removed = StoreRemoved(StoreId(b"S" * 16), NodeId("node-1"))
+    with pytest.raises(SystemExit) as ended, death_logged(tmp_path, "mount"):
+        raise ExceptionGroup("in a nursery", [removed])
+    assert ended.value.code == FOR_GOOD_STATUS
+    assert "start this node with a new store directory" in (tmp_path / "mount.failed").read_text()
 
 
 def test_who_is_ready_takes_back_what_the_last_one_left(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import os
 from typing import Any
 
 import msgspec
+import pytest
 
+from ckptfs.cache.admission import StoreRemoved
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.catalog_format import LEADER_KEY, Store, StoreState, pack, store_key, unpack
 from ckptfs.cache.catalog_kv import Put, Unchanged
@@ -17,15 +19,19 @@ from ckptfs.fs.returned_store import ReturnedStore
 UNHARMED = LastUse(True, False, 0.0)
 
 
+async def put_state(node: Any, state: StoreState) -> None:
+    store = node.store.store_id
+    await register_store(node.kv, store, node.store.node, "127.0.0.1:1", str(node.store.path), {})
+    record = unpack(Store, (await node.kv.get(store_key(store))).value)
+    await node.kv.transact([], [Put(store_key(store), pack(msgspec.structs.replace(record, state=state)))])
+
+
 async def lose(node: Any) -> None:
     """The node is killed, its store declared lost, and its files rolled back."""
     node.kill()
     store = node.store.store_id
-    await register_store(node.kv, store, node.store.node, "127.0.0.1:1", str(node.store.path), {})
-    record = unpack(Store, (await node.kv.get(store_key(store))).value)
-    leader = await node.kv.transact(
-        [], [Put(store_key(store), pack(msgspec.structs.replace(record, state=StoreState.LOST))), Put(LEADER_KEY, b"")]
-    )
+    await put_state(node, StoreState.LOST)
+    leader = await node.kv.transact([], [Put(LEADER_KEY, b"")])
     async for _ in roll_back(node.kv, Unchanged(LEADER_KEY, leader.revision), store):
         pass
 
@@ -76,3 +82,14 @@ async def test_what_is_not_there_any_more_ends(start_node: Any) -> None:
     assert await returned(again).bring_back()
     assert await again.versions.version(vid) is None
     assert await catalog_problems(again.kv) == []
+
+
+async def test_a_store_that_was_removed_ends_its_node(start_node: Any) -> None:
+    """At its start, and when its session begins anew after the node was cut off."""
+    node = await start_node("a")
+    await returned(node).require_not_lost()
+    await put_state(node, StoreState.REMOVED)
+    with pytest.raises(StoreRemoved, match="start this node with a new store directory"):
+        await returned(node).require_not_lost()
+    with pytest.raises(StoreRemoved):
+        await returned(node).bring_back()
