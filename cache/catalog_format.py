@@ -210,7 +210,8 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
 class Store(msgspec.Struct, array_like=True, frozen=True):
     """One store of the cluster. `address` is host:port of its agent; `directory` its path on its own machine (a hint for
     people and for the local cluster). `labels` say where it stands, e.g. {"rack": "r1", "zone": "z1"}.
-    `settled`: every file was rolled back whose newest content only this lost store had."""
+    `settled`: every file was rolled back whose newest content only this lost store had. `was_draining`: it drained when it was
+    declared lost, and does again when it is back."""
 
     format: int
     node: NodeId
@@ -220,6 +221,7 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
     labels: dict[str, str] = {}
     certificate: bytes = b""
     settled: bool = False
+    was_draining: bool = False
 
     def domain(self, label: str) -> str:
         """Its failure domain, if that is what stores with the same label share; the node where it has none."""

@@ -68,7 +68,8 @@ async def declare_lost(kv: KeyValue, leader: Unchanged, store: StoreId) -> bool:
         Unchanged(store_key(store), entry.mod_revision),
         _unchanged_session(record.node, session),
     ]
-    lost = msgspec.structs.replace(record, state=StoreState.LOST, settled=False)
+    was_draining = record.state is StoreState.DRAINING
+    lost = msgspec.structs.replace(record, state=StoreState.LOST, settled=False, was_draining=was_draining)
     return (await kv.transact(compares, [Put(store_key(store), pack(lost))])).succeeded
 
 
@@ -251,12 +252,14 @@ async def _attempt_give_back(kv: KeyValue, writer: Writer, vid: Vid, ino: InodeN
 
 
 async def be_in_again(kv: KeyValue, store: StoreId) -> None:
-    """The store holds what it is named for, and takes shards again; what others hold in its place now is garbage here (R9)."""
+    """The store holds what it is named for, and takes shards again, unless it drained when it was lost; what others hold in its
+    place now is garbage here (R9)."""
     await repeated(partial(_attempt_be_in_again, kv, store))
 
 
 async def _attempt_be_in_again(kv: KeyValue, store: StoreId) -> None:
     entry = await kv.get(store_key(store))
     if entry is not None and (record := unpack(Store, entry.value)).state is StoreState.LOST:
-        returned = msgspec.structs.replace(record, state=StoreState.IN, settled=False)
+        state = StoreState.DRAINING if record.was_draining else StoreState.IN
+        returned = msgspec.structs.replace(record, state=state, settled=False, was_draining=False)
         await commit(kv, [Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(returned))])

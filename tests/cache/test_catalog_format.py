@@ -146,7 +146,7 @@ VECTORS: dict[str, tuple[Any, str]] = {
     ),
     "store": (
         Store(1, NodeId("node-1"), StoreState.IN, "127.0.0.1:7000", "/nvme/store", {"rack": "r1"}, b"cert"),
-        "9801a66e6f64652d3101ae3132372e302e302e313a37303030ab2f6e766d652f73746f726581a47261636ba27231c40463657274c2",
+        "9901a66e6f64652d3101ae3132372e302e302e313a37303030ab2f6e766d652f73746f726581a47261636ba27231c40463657274c2c2",
     ),
     "session": (Session(1, S, 42), "9301c410535353535353535353535353535353532a"),
     "carried out": (CarriedOut(1, 42), "92012a"),
@@ -169,10 +169,12 @@ def test_a_record_without_the_newest_fields_has_their_defaults() -> None:
     assert unpack(Version, older) == version
 
 
-def test_a_store_without_settled_is_not() -> None:
+def test_a_store_without_the_newest_fields_has_their_defaults() -> None:
     record, digits = VECTORS["store"]
-    assert unpack(Store, bytes.fromhex("97" + digits[2:-2])) == record
+    assert unpack(Store, bytes.fromhex("97" + digits[2:-4])) == record
+    assert unpack(Store, bytes.fromhex("98" + digits[2:-2])) == record
     assert not record.settled
+    assert not record.was_draining
 
 
 def test_settings_without_a_failure_domain_are_of_nodes() -> None:

@@ -35,7 +35,7 @@ from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_
 from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.prefixes import Prefix, begin_prefix, void_prefix
-from ckptfs.cache.store_registry import begin_session, register_store, session_label, stores
+from ckptfs.cache.store_registry import begin_session, register_store, session_label, set_state, stores
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
 
@@ -413,6 +413,19 @@ async def test_a_store_that_is_declared_lost_amid_a_drop_is_rolled_back(world: W
     assert rolled == []
     assert not (await world.record()).settled
     assert [one async for one in roll_back(world.kv, world.leader, GONE)] == [RolledBack(made.ino, made.vid, None)]
+
+
+async def test_a_draining_store_that_was_lost_drains_when_it_is_back(world: World) -> None:
+    await set_state(world.kv, GONE, StoreState.DRAINING)
+    await world.lose()
+    assert (await world.record()).state is StoreState.LOST
+    await world.come_back()
+    assert (await world.record()).state is StoreState.DRAINING
+    await set_state(world.kv, GONE, StoreState.IN)
+    await world.lose()
+    await world.come_back()
+    record = await world.record()
+    assert (record.state, record.was_draining) == (StoreState.IN, False)
 
 
 # Removal
