@@ -13,8 +13,10 @@ from contextlib import aclosing
 
 from ckptfs.cache.admission import require_not_removed
 from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack
-from ckptfs.cache.errors import NameExists, NoSuchName, StoreError
+from ckptfs.cache.catalog_records import find_version
+from ckptfs.cache.errors import DamagedData, NameExists, NoSuchName, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
+from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.lost_stores import be_in_again, end_unnamed, give_back
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
@@ -101,12 +103,13 @@ class ReturnedStore:
         of_version = row is not None and row.segment == version.segment
         hint = os.path.basename(row.path_hint) if row is not None and of_version else b""
         name = b"%x-%b%b" % (version.ino, vid.hex()[:8].encode(), b"-" + hint[:200] if hint else b"")
-        ino, new_vid, path = await self._named(name, inode, version)
+        ino, new_vid, path = await self._set_aside_before(version) or await self._named(name, inode, version)
         self._segments.relabel(version.segment, ino)
         size = self._segments.size(version.segment)
-        self._database.put_file(
-            FileRow(ino, new_vid, version.segment, FileState.OPEN, size, self._namespace.now_ns(), None, name)
-        )
+        if self._database.file(ino) is None:
+            self._database.put_file(
+                FileRow(ino, new_vid, version.segment, FileState.OPEN, size, self._namespace.now_ns(), None, name)
+            )
         if of_version:
             for handle in self._database.handles():  # programs that write it go on, and what they write is in the new file
                 if handle.ino == version.ino:
@@ -115,6 +118,22 @@ class ReturnedStore:
         await end_unnamed(self._namespace.kv, vid)
         log.error("conflict_set_aside inode=%d vid=%s as=%s: the file was written elsewhere meanwhile",
                   version.ino, vid.hex(), os.fsdecode(path))  # fmt: skip
+
+    async def _set_aside_before(self, version: Version) -> tuple[InodeNumber, Vid, bytes] | None:
+        """The file that an attempt which was killed has made of the segment, as its label says: two files of one segment would
+        take it from each other. None if there is none, or somebody has removed it."""
+        descriptor = self._segments.open_read(version.segment)
+        try:
+            ino = self._segments.inode_of(descriptor)
+            vid = (await self._namespace.inode(ino)).open
+        except (DamagedData, NoSuchName):
+            return None
+        finally:
+            os.close(descriptor)
+        found = None if vid is None or ino == version.ino else await find_version(self._namespace.kv, vid)
+        if vid is None or found is None or found[0].segment != version.segment:
+            return None
+        return ino, vid, b"/" + (await paths_of(self._namespace.kv, [ino])).get(ino, b"")
 
     async def _named(self, name: bytes, inode: Inode, version: Version) -> tuple[InodeNumber, Vid, bytes]:
         """The file in the directory of conflicts, being written here, in the version's segment; and its path."""

@@ -13,10 +13,15 @@ from ckptfs.cache.catalog_kv import Put, Unchanged
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid, new_segment_id
 from ckptfs.cache.lost_stores import roll_back
 from ckptfs.cache.store_registry import register_store
+from ckptfs.fs import returned_store
 from ckptfs.fs.last_use import LastUse
 from ckptfs.fs.returned_store import ReturnedStore
 
 UNHARMED = LastUse(True, False, 0.0)
+
+
+class Killed(BaseException):
+    """The process ends here."""
 
 
 async def put_state(node: Any, state: StoreState) -> None:
@@ -44,10 +49,14 @@ def returned(node: Any) -> ReturnedStore:
     return ReturnedStore(node.namespace, node.database, node.segments, node.store.store_id, 2, lambda: UNHARMED)
 
 
-async def conflicts(node: Any) -> list[bytes]:
+async def conflict_directory(node: Any) -> InodeNumber:
     directory, _ = await node.namespace.lookup(ROOT_INODE, b".ckptfs")
     directory, _ = await node.namespace.lookup(directory, b"conflicts")
-    return [item.name for item in await node.namespace.readdir(directory)]
+    return InodeNumber(directory)
+
+
+async def conflicts(node: Any) -> list[bytes]:
+    return [item.name for item in await node.namespace.readdir(await conflict_directory(node))]
 
 
 async def version_of(node: Any, ino: int) -> Vid:
@@ -67,6 +76,34 @@ async def test_what_was_written_elsewhere_meanwhile_is_set_aside(start_node: Any
     assert await conflicts(again) == [b"%x-%b-f" % (ino, vid.hex()[:8].encode())]
     assert await again.versions.version(vid) is None
     assert await catalog_problems(again.kv) == []
+
+
+@pytest.mark.parametrize("killed_at", ["relabel", "put_file", "remove_files", "end_unnamed"])
+async def test_what_an_attempt_that_was_killed_has_set_aside_is_gone_on_with(
+    start_node: Any, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """A second file of the same segment would lose its bytes with the first one."""
+    first, other = await start_node("a"), await start_node("b")
+    ino = await first.save(b"f", b"mine")
+    vid = await version_of(first, ino)
+    await lose(first)
+    await begin_anew(other, ino)
+    again = await start_node("a")
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        owner = {"relabel": again.segments, "end_unnamed": returned_store}.get(killed_at, again.database)
+        patch.setattr(owner, killed_at, kill)
+        with pytest.raises(Killed):
+            await returned(again).bring_back()
+    assert await returned(again).bring_back()
+    assert await conflicts(again) == [b"%x-%b-f" % (ino, vid.hex()[:8].encode())]
+    assert await again.versions.version(vid) is None
+    assert await catalog_problems(again.kv) == []
+    row = again.database.file((await again.namespace.lookup(await conflict_directory(again), (await conflicts(again))[0]))[0])
+    assert row.path_hint.endswith(b"-f")
 
 
 async def test_what_is_not_there_any_more_ends(start_node: Any) -> None:
