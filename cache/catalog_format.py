@@ -76,6 +76,11 @@ class StoreState(enum.IntEnum):
     LOST = 3
     REMOVED = 4
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it isn't in the cluster any more: what only it had counts as not there, and its shards are made elsewhere."""
+        return self in (StoreState.LOST, StoreState.REMOVED)
+
 
 class ShardLayout(enum.IntEnum):
     """How a protected version's shards relate to its bytes: striped Reed-Solomon, or whole copies (small files)."""

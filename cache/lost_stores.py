@@ -61,7 +61,7 @@ async def declare_lost(kv: KeyValue, leader: Unchanged, store: StoreId) -> bool:
         return False
     record = unpack(Store, entry.value)
     session = await kv.get(session_key(record.node))
-    if _is_of(session, store) or record.state not in (StoreState.IN, StoreState.DRAINING):
+    if _is_of(session, store) or record.state.is_gone:
         return False
     compares = [
         leader,

@@ -98,7 +98,7 @@ def _needs(version: Version, store: StoreId, known: Mapping[StoreId, Store]) -> 
 
 
 def _is_in(known: Mapping[StoreId, Store], store: StoreId) -> bool:
-    return store in known and known[store].state in (StoreState.IN, StoreState.DRAINING)
+    return store in known and not known[store].state.is_gone
 
 
 async def _is_newest(kv: KeyValue, vid: Vid, version: Version) -> bool:

@@ -13,7 +13,6 @@ from ckptfs.cache.catalog_format import (
     VERSION_PREFIX,
     DirectoryEntry,
     Store,
-    StoreState,
     Version,
     VersionState,
     entry_of_key,
@@ -135,7 +134,7 @@ async def newest_left(
             continue
         version = found[0]
         home = known.get(version.home)
-        is_gone = home is not None and home.state in (StoreState.LOST, StoreState.REMOVED)
+        is_gone = home is not None and home.state.is_gone
         if version.state is VersionState.PROTECTED or (version.state is VersionState.LOCAL and not is_gone):
             return vid, *found
     return None

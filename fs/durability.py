@@ -152,7 +152,7 @@ def _domains(stores: dict[StoreId, Store], live: set[StoreId], label: str) -> se
 
 
 def _may_return(store: Store) -> bool:
-    return store.state in (StoreState.IN, StoreState.DRAINING)
+    return not store.state.is_gone
 
 
 def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId], parity_shards: int, label: str) -> int:
@@ -161,6 +161,6 @@ def _survives(version: Version, stores: dict[StoreId, Store], live: set[StoreId]
     domains: list[str | None] = []
     for shard in version.shards:
         store = stores.get(shard.store)
-        gone = store is None or store.state in (StoreState.LOST, StoreState.REMOVED) or shard.store not in live
+        gone = store is None or store.state.is_gone or shard.store not in live
         domains.append(None if store is None or gone else store.domain(label))
     return protected_m(domains, version.data_shards)

@@ -20,7 +20,6 @@ import msgspec
 import trio
 
 from ckptfs import __version__
-from ckptfs.cache.catalog_format import StoreState
 from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
@@ -517,9 +516,7 @@ class MountProcess:
         """`files`: as `WhatIf.outcomes` without these nodes; `nodes`: all there are; `unknown`: those that aren't among them;
         `assumed`: the agent doesn't answer, so that all nodes count as up."""
         stores = {store: record for store, (record, _) in (await list_stores(self._kv)).items()}
-        joined = {
-            store: str(record.node) for store, record in stores.items() if record.state in (StoreState.IN, StoreState.DRAINING)
-        }
+        joined = {store: str(record.node) for store, record in stores.items() if not record.state.is_gone}
         lost = {store for store, record in stores.items() if record.node in nodes}
         live = await self._live_stores()
         files = await self._losses.outcomes(inos, stores, set(joined) if live is None else live, lost)

@@ -23,7 +23,7 @@ def protection_problems(
 
     No file is looked at: what a node that is away means for one of them, `ckptfs status` of its path tells.
     """
-    joined = [member for member in members if member.state in (StoreState.IN, StoreState.DRAINING)]
+    joined = [member for member in members if not member.state.is_gone]
     refused = [member for member in joined if member.refusal]
     away = sorted(str(member.node) for member in joined if not member.live and not member.refusal and why_away(member.store))
     live = {member.domain for member in joined if member.live and member.state is StoreState.IN}
@@ -61,7 +61,7 @@ def protection_problems(
 
 def label_problems(members: Sequence[Member], domain_label: str) -> list[str]:
     """Nodes that don't say in which failure domain they stand: each counts as one of its own."""
-    joined = [member for member in members if not member.is_gone_for_good]
+    joined = [member for member in members if not member.state.is_gone]
     without = sorted(str(member.node) for member in joined if member.domain == member.node)
     if domain_label == NODE_DOMAIN or not without:
         return []

@@ -13,7 +13,7 @@ lost                    nothing is left
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ckptfs.cache.catalog_format import Inode, ShardLayout, Store, StoreState, Version, VersionState
+from ckptfs.cache.catalog_format import Inode, ShardLayout, Store, Version, VersionState
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.namespace import Namespace
@@ -36,7 +36,7 @@ class WhatIf:
         """For each inode that is a regular file: `outcome`; `from`: "home", "shards" or "catalog" (it is empty), or nothing;
         `nodes`: who would be read from; `bytes` of what would be read; `open`: it is being written."""
         left = set(live) - set(lost)
-        coming = {store for store, record in stores.items() if record.state in (StoreState.IN, StoreState.DRAINING)} - set(lost)
+        coming = {store for store, record in stores.items() if not record.state.is_gone} - set(lost)
         facts = {}
         for ino in inos:
             try:

@@ -173,7 +173,7 @@ class Collector:
         dead_count = due_count = 0
         of_removed: dict[Vid, int] = {}
         closed = opened = float("inf")
-        gone = {member.store for member in self._members.known() if member.state in (StoreState.LOST, StoreState.REMOVED)}
+        gone = {member.store for member in self._members.known() if member.state.is_gone}
         async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=damaged)) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)

@@ -48,16 +48,11 @@ class Member(NamedTuple):
     @property
     def standing(self) -> str:
         """ "up", "suspect", "draining", "lost" or "removed"."""
-        if self.state in (StoreState.LOST, StoreState.REMOVED):
+        if self.state.is_gone:
             return self.state.name.lower()
         if self.is_suspect:
             return "suspect"
         return "draining" if self.state is StoreState.DRAINING else "up"
-
-    @property
-    def is_gone_for_good(self) -> bool:
-        """Whether what it had does not come back."""
-        return self.state in (StoreState.LOST, StoreState.REMOVED)
 
     @property
     def takes_shards(self) -> bool:
@@ -115,11 +110,7 @@ class Members:
             now = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for store, (record, _) in self._stores.items():
-                    if (
-                        store != self.own_store
-                        and record.state in (StoreState.IN, StoreState.DRAINING)
-                        and (everyone or self._is_old(store, now))
-                    ):
+                    if store != self.own_store and not record.state.is_gone and (everyone or self._is_old(store, now)):
                         nursery.start_soon(self._ask, store, record.address)
             members = self.known()
             live = frozenset(member.store for member in members if member.live)
@@ -155,7 +146,7 @@ class Members:
     def is_known_dead(self, store: StoreId) -> bool:
         """Whether the store failed so recently that asking it again is a waste of a reader's time, or is gone for good."""
         member = self.member(store)
-        if member is not None and member.is_gone_for_good:
+        if member is not None and member.state.is_gone:
             return True
         answer = self._answers.get(store)
         return answer is not None and not answer.live and trio.current_time() - answer.at_seconds < self._failure_age_seconds_max
@@ -213,7 +204,7 @@ class Members:
         else:
             answer = self._answers.get(store)
             live, free_bytes = (answer.live, answer.free_bytes) if answer else (False, 0)
-        live = live and record.state in (StoreState.IN, StoreState.DRAINING)  # the others are not asked any more
+        live = live and not record.state.is_gone  # the others are not asked any more
         domain = record.domain(self._domain_label)
         has_session = self._with_session is None or store in self._with_session
         is_suspect = store != self.own_store and (not has_session or self.seconds_away(store) >= SUSPECT_SECONDS)

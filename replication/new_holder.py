@@ -20,7 +20,7 @@ def new_holder(
 
     A domain whose store was lost is free again: what was there does not come back. Raises `NotEnoughDomains`.
     """
-    taken = {member.domain for member in members if member.store in others.values() and not member.is_gone_for_good}
+    taken = {member.domain for member in members if member.store in others.values() and not member.state.is_gone}
     possible = candidates(members, without=without | frozenset(others.values()))
     free = [candidate for candidate in possible if candidate.domain not in taken]
     if not free:

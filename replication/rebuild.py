@@ -89,7 +89,7 @@ def exposed(vid: Vid, version: Version, revision: int, leaving: frozenset[StoreI
         member = members.member(shard.store)
         if member is None or member.store in leaving:
             indices.append(index)
-        live += member is not None and member.live and not member.is_gone_for_good
+        live += member is not None and member.live and not member.state.is_gone
     if not indices:
         return None
     needed = 1 if version.layout is ShardLayout.COPIES else version.data_shards
@@ -245,7 +245,7 @@ class Rebuilder:
 
     def _may_return(self, store: StoreId) -> bool:
         member = self._members.member(store)
-        return member is not None and not member.is_gone_for_good
+        return member is not None and not member.state.is_gone
 
 
 def _order(one: Exposed) -> tuple[int, int, Vid]:

@@ -215,7 +215,7 @@ class _Recovery:
         self._report.stores_not_given = sorted(
             f"{record.node} ({store.hex()}, {record.state.name.lower()})"
             for store, (record, _) in known.items()
-            if store not in self._given and record.state not in (StoreState.LOST, StoreState.REMOVED)
+            if store not in self._given and not record.state.is_gone
         )
 
     # ---- what the state knows

@@ -348,7 +348,7 @@ class Repairer:
 
     def _is_gone(self, store: StoreId) -> bool:
         member = self._members.member(store)
-        return member is None or not member.live or member.state not in (StoreState.IN, StoreState.DRAINING)
+        return member is None or not member.live or member.state.is_gone
 
     async def _each(self, lanes: Iterable[Lane], act: Callable[[Lane], Awaitable[None]]) -> None:
         """Act on all lanes at once. What a holder says no to is noted in its lane, which is closed."""

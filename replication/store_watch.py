@@ -29,7 +29,7 @@ LOOK_SECONDS = 1.0
 
 def joined(members: Sequence[Member]) -> list[Member]:
     """The stores that belong to the cluster: not those that were lost or removed."""
-    return [member for member in members if member.state in (StoreState.IN, StoreState.DRAINING)]
+    return [member for member in members if not member.state.is_gone]
 
 
 def without_session(members: Sequence[Member]) -> list[Member]:
@@ -104,7 +104,7 @@ class StoreWatch:
             if now - self._suspect_since[one.store] >= self._repair_after_seconds and await self._declare(one):
                 await self._members.refresh()
         for member in self._members.known():
-            if member.state in (StoreState.LOST, StoreState.REMOVED) and not member.settled:
+            if member.state.is_gone and not member.settled:
                 await self._roll_back(member)
                 await self._members.refresh()
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import trio
 
-from ckptfs.cache.catalog_format import ShardLayout, StoreState, Version, VersionState
+from ckptfs.cache.catalog_format import ShardLayout, Version, VersionState
 from ckptfs.cache.checksum import HASH_SIZE, cell_hash
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.replication.codec import Codec
@@ -280,7 +280,7 @@ class Verifier:
 
     def _is_lost(self, store: StoreId) -> bool:
         member = self._members.member(store)
-        return member is not None and member.state in (StoreState.LOST, StoreState.REMOVED)
+        return member is not None and member.state.is_gone
 
     # ---- the end
 

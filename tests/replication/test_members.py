@@ -108,4 +108,4 @@ async def test_a_store_that_was_lost_does_not_count_as_live_though_it_answered_o
     await known.refresh(everyone=True)
     lost = known.member(PEER)
     assert lost is not None
-    assert (lost.live, lost.is_gone_for_good, known.is_known_dead(PEER)) == (False, True, True)
+    assert (lost.live, lost.state.is_gone, known.is_known_dead(PEER)) == (False, True, True)
