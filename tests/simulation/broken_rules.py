@@ -1,20 +1,29 @@
 """Rules of docs/protocol.md, broken on purpose, one at a time: the simulation must find each of them within some seeds."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import simulated_node
 import trio
+from virtual_machine import Process, process
 
-from ckptfs.cache import seal
+from ckptfs.cache import lost_stores, seal
 from ckptfs.cache.catalog_etcd import EtcdCatalog
-from ckptfs.cache.catalog_format import Version, VersionState, pack
+from ckptfs.cache.catalog_format import Version, VersionState, inode_key, pack
+from ckptfs.cache.catalog_kv import Put, Unchanged
+from ckptfs.cache.catalog_records import existing_inode
+from ckptfs.cache.errors import NoSuchName
+from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.versions import Versions
+from ckptfs.fs import growing
 from ckptfs.fs.repeats import Repeats
-from ckptfs.replication import shard_writer
+from ckptfs.replication import protect, shard_writer
 from ckptfs.replication.collector import Collector, Frontier
 from ckptfs.replication.holders import PeerSink
 from ckptfs.replication.shard_format import ShardFooter
@@ -62,6 +71,26 @@ def local_not_synced() -> None:
     _without_syncs(seal)
 
 
+def seal_at_release() -> None:
+    """I6: a file is sealed because it was closed, though a mapping still writes to its segment."""
+    seal.has_no_writer = protect.has_no_writer = lambda descriptor: True  # type: ignore[assignment]
+
+
+def counter_instead_of_vid() -> None:
+    """I6: versions are counted, by processes that begin anew."""
+    counts: Counter[Process | None] = Counter()
+
+    def counted() -> Vid:
+        now = process.get()
+        counts[now] += 1
+        number = 0 if now is None else now.machine.number
+        return Vid(bytes([number]) + counts[now].to_bytes(ID_SIZE - 1))
+
+    for kind in (Namespace, Versions):
+        _with_argument(kind, "make_vid", counted)
+    growing.new_vid = counted
+
+
 def collect_without_looking() -> None:
     """I5: a shard goes because its version was absent when it was looked at before, not now."""
 
@@ -103,11 +132,31 @@ def no_operation_key() -> None:
 def no_session_compare() -> None:
     """I7: a node whose session has ended goes on committing."""
     simulated_node.session_for = lambda label: None
+    EtcdCatalog.fence_with = lambda self, fence: None  # type: ignore[method-assign]
+
+
+def return_over_newer() -> None:
+    """I14: a store that was lost gives its files back though others were writing them while it was away."""
+    attempt = lost_stores._attempt_give_back
+
+    async def over_newer(kv: Any, writer: Any, vid: Vid, ino: InodeNumber) -> Any:
+        with suppress(NoSuchName):
+            inode, revision = await existing_inode(kv, ino)
+            back = msgspec.structs.replace(inode, rolled_back_from=vid, open=None, writer=None)
+            await kv.transact([Unchanged(inode_key(ino), revision)], [Put(inode_key(ino), pack(back))])
+        return await attempt(kv, writer, vid, ino)
+
+    lost_stores._attempt_give_back = over_newer
 
 
 def fsync_forgets_the_mark() -> None:
     """I9: what was synced is dropped after a power cut, because nothing says that it was."""
     Versions.mark_durable = _nothing  # type: ignore[method-assign]
+
+
+def _with_argument(kind: Any, name: str, value: Any) -> None:
+    init = kind.__init__
+    kind.__init__ = lambda self, *arguments, **named: init(self, *arguments, **{**named, name: value})
 
 
 def _without_syncs(module: Any) -> None:
@@ -122,11 +171,14 @@ RULES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "commit_before_the_last_acknowledgement": (commit_before_the_last_acknowledgement, ()),
     "shard_not_synced": (shard_not_synced, ()),
     "local_not_synced": (local_not_synced, ()),
+    "seal_at_release": (seal_at_release, ()),
+    "counter_instead_of_vid": (counter_instead_of_vid, ("kill_mount", "kill_node")),
     "collect_without_looking": (collect_without_looking, ()),
     "cur_set_at_close": (cur_set_at_close, ()),
     "watch_resumed_at_the_compaction": (watch_resumed_at_the_compaction, ("compact",)),
     "no_operation_key": (no_operation_key, ("kill_before_answer",)),
     "no_session_compare": (no_session_compare, ("freeze", "cut_from_etcd", "isolate")),
+    "return_over_newer": (return_over_newer, ("lose_store",)),
     "fsync_forgets_the_mark": (fsync_forgets_the_mark, ("cut_power",)),
 }
 """Each with the kinds of fault that show it, if it takes certain ones."""

@@ -11,6 +11,9 @@ from simulated_node import CATALOG, Cluster, Node
 from virtual_machine import world
 
 
+LOSS_SECONDS_MAX = 25.0
+
+
 class Faults:
     """`run` makes one after the other until it is to end; `heal` ends all that last."""
 
@@ -27,6 +30,7 @@ class Faults:
             self.kill_agent,
             self.kill_node,
             self.cut_power,
+            self.lose_store,
             self.freeze,
             self.cut_link,
             self.isolate,
@@ -109,6 +113,36 @@ class Faults:
             await self._while_it_lasts()
             await node.start()
 
+    async def lose_store(self) -> None:
+        """A node is away until its store is declared lost, and often until what only it had is rolled back. Meanwhile other
+        things go wrong. Before, it often is one that nothing of gets to others."""
+        if (node := self._up()) is None:
+            return
+        if self._chance.random() < 0.7:
+            self._cut_from_others(node)
+            await trio.sleep(self._chance.uniform(1.0, 6.0))
+        await self._invariants.look()
+        if self._chance.random() < 0.5:
+            await node.kill()
+        else:
+            await node.cut_power()
+            self._clients.power_was_cut(node.machine.number)
+        self._cluster.network.heal()
+        with trio.move_on_after(LOSS_SECONDS_MAX):
+            while not self._invariants.catalog.is_lost(node.store.store_id) and not self.ending.is_set():
+                await trio.sleep(self._chance.uniform(0.5, 1.5))
+                if self._chance.random() < 0.3:
+                    await self._chance.choice((self.kill_agent, self.kill_mount, self.lose_requests, self.reset_connections))()
+        with trio.move_on_after(self._chance.uniform(0.1, 8.0)):
+            await self.ending.wait()
+        await node.start()
+
+    def _cut_from_others(self, alone: Node) -> None:
+        for node in self._cluster.nodes:
+            if node is not alone:
+                self._cluster.network.cut(alone.machine, node.machine)
+                self._cluster.network.cut(node.machine, alone.machine)
+
     async def freeze(self) -> None:
         if (node := self._up()) is not None:
             node.machine.freeze()
@@ -127,10 +161,7 @@ class Faults:
 
     async def isolate(self) -> None:
         alone = self._chance.choice(self._cluster.nodes)
-        for node in self._cluster.nodes:
-            if node is not alone:
-                self._cluster.network.cut(alone.machine, node.machine)
-                self._cluster.network.cut(node.machine, alone.machine)
+        self._cut_from_others(alone)
         if self._chance.random() < 0.5:
             self._cluster.etcd.cut_off.add(alone.machine.number)
         await self._while_it_lasts()

@@ -26,16 +26,19 @@ from ckptfs.cache.catalog_format import (
     DirectoryEntry,
     Inode,
     ShardLayout,
+    Store,
+    StoreState,
     Version,
     VersionState,
     inode_key,
+    store_key,
     unpack,
     version_key,
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import Entry
 from ckptfs.cache.checksum import cell_table, content_root
-from ckptfs.cache.ids import InodeNumber, Vid
+from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.store_registry import session_label
 from ckptfs.replication.errors import ShardDamaged, ShardNotFound
@@ -69,6 +72,14 @@ class CatalogView:
     def versions(self) -> dict[Vid, Version]:
         return {vid_of_key(entry.key): unpack(Version, entry.value) for entry in self.entries(b"v/")}
 
+    def store(self, store: bytes) -> Store | None:
+        record = self._etcd.records.get(PREFIX + store_key(StoreId(store)))
+        return None if record is None else unpack(Store, record.value)
+
+    def is_lost(self, store: bytes) -> bool:
+        record = self.store(store)
+        return record is not None and record.state is StoreState.LOST
+
     def inode(self, ino: InodeNumber) -> Inode | None:
         record = self._etcd.records.get(PREFIX + inode_key(ino))
         return None if record is None else unpack(Inode, record.value)
@@ -84,7 +95,7 @@ class Invariants:
         self._cluster = cluster
         self._clients = clients
         self._died_at: dict[bytes, float] = {}
-        self._shard_roots: dict[tuple[Vid, int], bytes] = {}
+        self._roots: dict[Vid, bytes] = {}
         cluster.etcd.on_commit = self._committed
         for node in cluster.nodes:
             node.drive.on_unlink = self._unlinking(node)
@@ -113,6 +124,17 @@ class Invariants:
                     None if was is None else unpack(Inode, was.value),
                     unpack(Inode, now.value),
                 )
+            elif key.startswith(b"s/") and now is not None:
+                self._store_changed(None if was is None else unpack(Store, was.value), unpack(Store, now.value))
+
+    def _store_changed(self, was: Store | None, now: Store) -> None:
+        machine = int(now.node[1:])
+        if was is not None and was.state is not now.state:
+            self._cluster.note(f"store of n{machine} is {now.state.name}")
+            if now.state is StoreState.LOST:
+                self._clients.store_lost(machine)
+            elif was.state is StoreState.LOST:
+                self._clients.store_returned(machine)
 
     def _version_changed(self, vid: Vid, was: Version | None, now: Version | None, record: Record | None) -> None:
         if now is not None and now.state is VersionState.PROTECTED and (was is None or was.shards != now.shards):
@@ -121,8 +143,8 @@ class Invariants:
             self._died_at.setdefault(vid, world.seconds())
         if now is None and was is not None and was.state is VersionState.DEAD and record is not None:
             self._require_reclaimable(vid, record)
-        if was is not None and now is not None and now.root and was.root not in (b"", now.root):
-            self._cluster.problem(f"I6: version {vid.hex()} has another root than before")
+        if now is not None and now.root and self._roots.setdefault(vid, now.root) != now.root:
+            self._cluster.problem(f"I6: version {vid.hex()} has another root than it ever had")
 
     def _require_reclaimable(self, vid: Vid, record: Record) -> None:
         age = world.seconds() - self._died_at.get(vid, -1e9)
@@ -132,7 +154,8 @@ class Invariants:
             self._cluster.problem(f"I3: {vid.hex()} is reclaimed {age:.1f} s after its death")
         for entry in self.catalog.entries(b"v/"):
             version = unpack(Version, entry.value)
-            if version.state is VersionState.LOCAL and entry.create_revision < record.mod_revision and not full:
+            waits = version.state is VersionState.LOCAL and not self.catalog.is_lost(version.home)
+            if waits and entry.create_revision < record.mod_revision and not full:
                 self._cluster.problem(f"I3: {vid.hex()} is reclaimed while {vid_of_key(entry.key).hex()} is not protected")
 
     def _require_shards(self, vid: Vid, was: Version | None, now: Version) -> None:
@@ -258,8 +281,7 @@ class Invariants:
             if version is None or version.size != len(content) or version.cell_size < 1:
                 continue
             if content_root(inode.cur, version.size, version.cell_size, cell_table(content, version.cell_size)) == version.root:
-                known.now_safe()
-                known.newest.is_protected = version.state is VersionState.PROTECTED
+                known.now_safe(protected=version.state is VersionState.PROTECTED)
 
     # ---- at rest
 
@@ -269,11 +291,16 @@ class Invariants:
         unfinished = [
             f"{vid.hex()} of {version.ino} at {self._node_of(version.home).machine.name} {version.state.name}"
             for vid, version in versions.items()
-            if version.state is not VersionState.PROTECTED and (wholly or version.state is not VersionState.DEAD)
+            if version.state is not VersionState.PROTECTED
+            and (wholly or version.state is not VersionState.DEAD)
+            and not self.catalog.is_lost(version.home)
         ]
         if unfinished:
             holds = [entry.key for entry in self.catalog.entries(b"h/")]
             return f"{len(unfinished)} versions are not protected: {unfinished}; held are {holds}"
+        for vid, version in versions.items():
+            if version.state is VersionState.PROTECTED and any(self.catalog.is_lost(shard.store) for shard in version.shards):
+                return f"{vid.hex()} has shards on a lost store"
         for node in self._cluster.nodes if wholly else ():
             if reason := self._unrest_of(node, versions):
                 return f"{node.machine.name} {reason}"
@@ -291,10 +318,11 @@ class Invariants:
         there = set()
         for fan in os.scandir(store.shards):
             for name in os.listdir(fan.path):
-                vid, _, index = name.partition(".")
-                if not index.isdigit():
+                vid, index, *partial = name.split(".")
+                if not partial:
+                    there.add((vid, int(index)))
+                elif Vid(bytes.fromhex(vid)) not in versions:  # else it goes by its age, after a day
                     return f"has {name}"
-                there.add((vid, int(index)))
         if (there - wanted or wanted - there) and not damaged:
             return f"has shards {sorted(there - wanted)} too many, {sorted(wanted - there)} too few"
         copies = {

@@ -36,18 +36,20 @@ from simulated_clients import Clients
 from simulated_node import UNNAMED_SECONDS, Cluster, Node
 from virtual_machine import run_in_turn, world
 
-from ckptfs.cache import refusal_mark
+from ckptfs.cache import refusal_mark, session_fence
 from ckptfs.fs import agent, growing, segment_sweep
 from ckptfs.fs.process_start import ignore_broken_leases
 from ckptfs.replication import code_raiser, collector
 from ckptfs.replication.quiet_threads import QuietThreads
 
 WORK_SECONDS = 10.0
+LOSS_SECONDS = 30.0
+"""How much longer programs work where a store is lost: its session ends first."""
 REST_SECONDS_MAX = 400.0
 WHOLE_REST_SHARE = 0.2
 """Of the seeds: what nobody needs any more takes long to go."""
 NAMES = "abcde"
-CODES = {3: (2, 1), 4: (2, 2), 5: (3, 2)}
+CODES = {3: [(2, 1)], 4: [(2, 2), (2, 1)], 5: [(3, 2), (2, 2)]}
 COUNTS = (3, 3, 3, 3, 4, 5)
 
 
@@ -63,6 +65,7 @@ code_raiser.ATTEMPT_SECONDS_MAX = UNNAMED_SECONDS / 2
 agent.SWEEP_PAUSE_FACTOR = collector.PAUSE_SHARE = segment_sweep.PAUSE_FACTOR = 1
 # What looks again and again does so less often: each look costs as much as in a real cluster, and a second costs nothing here.
 agent.MEMBERS_SECONDS, agent.RESERVE_SECONDS, segment_sweep.ROWS_SECONDS, growing.LOOK_SECONDS = 6.0, 60.0, 7.0, 2.5
+session_fence.LOOK_SECONDS = 2.0
 QuietThreads.run = _run_quietly  # type: ignore[method-assign]
 
 
@@ -70,7 +73,7 @@ async def _run(seed: int, directory: Path, only: Sequence[str], out: list[Cluste
     chance = Random(f"plan {seed}")
     count = chance.choice(COUNTS)
     async with trio.open_nursery() as nursery:
-        cluster = Cluster(directory, nursery, *CODES[count])
+        cluster = Cluster(directory, nursery, *chance.choice(CODES[count]))
         out.append(cluster)
         cluster.nodes += [Node(cluster, number) for number in range(count)]
         nursery.start_soon(cluster.etcd.run)
@@ -88,7 +91,7 @@ async def _run(seed: int, directory: Path, only: Sequence[str], out: list[Cluste
 
 
 async def _work(cluster: Cluster, clients: Clients, invariants: Invariants, faults: Faults) -> None:
-    ends_at = trio.current_time() + WORK_SECONDS
+    ends_at = trio.current_time() + WORK_SECONDS + (LOSS_SECONDS if faults.lose_store in faults.kinds else 0.0)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
             nursery.start_soon(clients.work)
@@ -118,7 +121,7 @@ async def _rest(cluster: Cluster, clients: Clients, invariants: Invariants, *, w
     await invariants.look()
     for name in sorted(clients.known):
         for node in cluster.nodes:
-            if not await clients.read(node, name):
+            if not await clients.read(node, name) and not clients.known[name].may_be_lost:
                 cluster.problem(f"I8: {name} can't be read on {node.machine.name}, though nothing is wrong any more")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import trio
+from simulated_mappings import Mapping
 from simulated_node import Cluster, Node
 from virtual_machine import world
 
@@ -24,6 +25,7 @@ ROOT = 1
 OPEN_ERRORS = (errno.EBUSY, errno.ESTALE, errno.ENOENT)
 """With these an open had no effect: another node writes the file, or the name leads elsewhere."""
 
+CALLS = ("save", "save", "save", "replace", "replace", "append", "map", "unlink", "rename", "read", "read", "read")
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ENOSPC)
 WAIT_SECONDS_MAX = 400.0
 LOCAL_SECONDS_MAX = 1.0
@@ -36,6 +38,13 @@ class Shows:
     def __init__(self, content: bytes | None, allows: Callable[[bytes | None], bool] | None = None) -> None:
         self.content = content
         self._allows = allows
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether nobody but the lost store ever had any of it."""
+        return self.lost_with is not None and not any(
+            saved.is_protected and saved.shows.content is not None for saved in self.history
+        )
 
     def allows(self, found: bytes | None) -> bool:
         return self._allows(found) if self._allows is not None else found == self.content
@@ -68,13 +77,15 @@ class Saved:
 
 @dataclass
 class Known:
-    """What a name may show now: the last of `history` and what is `open` (undecided). Older states count after a power cut."""
+    """What a name may show now: the last of `history`, and what is `undecided`. Older states count after a power cut, and while
+    the store is lost that alone had the newest (`lost_with` its machine, `is_touched` when somebody changed the name since)."""
 
     history: list[Saved] = field(default_factory=lambda: [Saved(Shows(None), None, True, True)])
     undecided: list[Shows] = field(default_factory=list)
     changes: int = 0
     is_changing: bool = False
-    may_fail: bool = False
+    lost_with: int | None = None
+    is_touched: bool = False
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -84,30 +95,58 @@ class Known:
     def settled(self, saved: Saved) -> None:
         """The name shows this now, and nothing else."""
         self.history.append(saved)
-        if saved.is_safe:
+        if saved.is_protected:
             del self.history[:-1]
         self.undecided.clear()
         self.changes += 1
-        self.may_fail = False
+        self.lost_with = None
 
     def doubted(self, *shows: Shows) -> None:
         """It may show these now, or what it showed before."""
         self.undecided += shows
         self.changes += 1
+        self.is_touched = True
 
-    def now_safe(self) -> None:
+    def now_safe(self, *, protected: bool) -> None:
         self.newest.is_safe = True
-        del self.history[:-1]
+        self.newest.is_protected = protected
+        if protected:
+            del self.history[:-1]
 
     def power_was_cut(self, machine: int) -> None:
         """What its home had not synced may be gone."""
+        count = len(self.history)
         while len(self.history) > 1 and self.newest.home in (machine, None) and not self.newest.is_safe:
             lost = self.history.pop()
             self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
+        for older in reversed(self.history if len(self.history) < count else []):
+            self.undecided.append(older.shows)
+            if older.is_safe:
+                break  # one that had not become local when it was replaced is freed at once (R1)
         self.changes += 1
 
+    def store_lost(self, machine: int) -> None:
+        """What only that machine had is gone for the others, who see what they have of what was there before, or an error."""
+        if self.newest.home in (machine, None) and not self.newest.is_protected:
+            self.lost_with, self.is_touched = machine, False
+            self.changes += 1
+
+    def store_returned(self, machine: int) -> None:
+        """What nobody has touched since is there again."""
+        if self.lost_with == machine and not self.is_touched:
+            self.lost_with = None
+        self.changes += 1
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether nobody but the lost store ever had any of it."""
+        return self.lost_with is not None and not any(
+            saved.is_protected and saved.shows.content is not None for saved in self.history
+        )
+
     def allows(self, found: bytes | None) -> bool:
-        return any(shows.allows(found) for shows in (self.newest.shows, *self.undecided))
+        possible = [self.newest] if self.lost_with is None else self.history
+        return any(shows.allows(found) for shows in (*(saved.shows for saved in possible), *self.undecided))
 
     def __str__(self) -> str:
         return f"{self.newest.shows}, or {self.undecided}"
@@ -123,6 +162,7 @@ class Clients:
         self._chance = chance
         self._names = sorted(names)
         self._number = 0
+        self._mappings: list[Mapping] = []
         self.counts: dict[str, int] = {}
 
     async def work(self) -> None:
@@ -137,7 +177,7 @@ class Clients:
             return
         node, chance = self._chance.choice(up), self._chance
         name, other = chance.sample(self._names, 2)
-        what = chance.choice(("save", "save", "save", "replace", "replace", "append", "unlink", "rename", "read", "read", "read"))
+        what = chance.choice(CALLS)
         with trio.move_on_after(WAIT_SECONDS_MAX) as scope:
             match what:
                 case "read":
@@ -151,7 +191,8 @@ class Clients:
                         await self._replace(node, name)
                 case _:
                     async with self._changing(name):
-                        await {"save": self._save, "append": self._append, "unlink": self._unlink}[what](node, name)
+                        calls = {"save": self._save, "append": self._append, "map": self._save_mapped, "unlink": self._unlink}
+                        await calls[what](node, name)
         if scope.cancelled_caught:
             self.cluster.problem(f"{what} {name} on {node.machine.name} has not ended after {WAIT_SECONDS_MAX:g} s")
 
@@ -240,10 +281,12 @@ class Clients:
         await self._local(node, Opcode.FLUSH, fh.to_bytes(8, "little") + bytes(16))
         await node.ask(Opcode.RELEASE, 0, fuse.RELEASE_IN.pack(fh, 0, 0, 0))
 
-    async def _write_and_close(self, node: Node, fh: int, data: bytes, at: int = 0) -> bool:
+    async def _write_and_close(self, node: Node, fh: int, data: bytes, at: int = 0, mapping: Mapping | None = None) -> bool:
         """Whether it was synced. Raises `OSError`; the handle is closed all the same where that can be."""
         try:
             await self._write(node, fh, data, at)
+            if mapping is not None:
+                mapping.begin(fh)
             synced = self._chance.random() < 0.3
             if synced:
                 await node.ask(Opcode.FSYNC, 0, fuse.FSYNC_IN.pack(fh, 0, 0))
@@ -257,7 +300,7 @@ class Clients:
 
     # ---- what programs do, alone with their names
 
-    async def _save(self, node: Node, name: str) -> bool:
+    async def _save(self, node: Node, name: str, mapping: Mapping | None = None) -> bool:
         known, content = self.known[name], self._content()
         boot = node.machine.boot
         try:
@@ -269,7 +312,7 @@ class Clients:
             return False
         known.doubted(part_of(content))
         try:
-            synced = await self._write_and_close(node, fh, content)
+            synced = await self._write_and_close(node, fh, content, mapping=mapping)
         except OSError as error:
             self._note(node, f"save {name} failed: {errno.errorcode.get(error.errno or 0)}")
             known.doubted(part_of(content), Shows(None))
@@ -278,6 +321,27 @@ class Clients:
             known.settled(Saved(Shows(content), home, synced))
         self._note(node, f"saved {name} size={len(content)} synced={synced}")
         return True
+
+    async def _save_mapped(self, node: Node, name: str) -> None:
+        """Save, and go on storing through a mapping of the file after it is closed."""
+        known, mapping = self.known[name], Mapping(node)
+        self._mappings.append(mapping)
+        try:
+            if not await self._save(node, name, mapping):
+                return
+            for _ in range(self._chance.randint(1, 3)):
+                await trio.sleep(self._chance.choice((0.1, 1.0, 3.0)))
+                await node.machine.turn()
+                if not mapping.is_there:
+                    return
+                content = mapping.next_content(self._chance)
+                known.doubted(part_of(content))
+                mapping.store(content)
+                self._note(node, f"mapped {name} {content[:4].hex()}")
+            known.settled(Saved(Shows(content), node.machine.number))
+        finally:
+            mapping.close()
+            self._mappings.remove(mapping)
 
     async def _replace(self, node: Node, name: str) -> None:
         temporary = f"{name}.tmp{self._number}"
@@ -295,7 +359,7 @@ class Clients:
     async def _append(self, node: Node, name: str) -> None:
         known = self.known[name]
         before, more = known.newest.shows.content, self._content()
-        if known.undecided or not before or not more:
+        if known.undecided or known.lost_with is not None or not before or not more:
             return
         boot = node.machine.boot
         try:
@@ -316,7 +380,7 @@ class Clients:
         if node.machine.boot == boot:
             # An append in place: what was there before is in the same file, and a power cut may take what is new.
             safe = known.newest.is_safe
-            known.history[-1] = Saved(grown(before, whole), known.newest.home, safe)
+            known.history[-1] = Saved(grown(before, whole), known.newest.home, safe, known.newest.is_protected)
             known.settled(Saved(Shows(whole), None, synced))
         self._note(node, f"appended {name} size={len(whole)} synced={synced}")
 
@@ -350,16 +414,21 @@ class Clients:
                     self.cluster.problem(f"rename of {name} on {node.machine.name} found nothing: it should show {known}")
                 known.settled(Saved(Shows(None), None, True, True))
             elif error.errno not in OPEN_ERRORS:
+                if known.lost_with is not None:
+                    target.lost_with = known.lost_with
+                    target.doubted(*(saved.shows for saved in before))
                 target.doubted(before[-1].shows, *known.undecided)
                 known.doubted(Shows(None))
             return
-        newest, undecided = before[-1], list(known.undecided)
+        newest, undecided, lost_with, is_touched = before[-1], list(known.undecided), known.lost_with, known.is_touched
         target.settled(Saved(newest.shows, newest.home, newest.is_safe, newest.is_protected))
         target.doubted(*undecided)
+        target.lost_with, target.is_touched = lost_with, is_touched
         if node.machine.boot != boot:
             target.power_was_cut(node.machine.number)
         if len(before) > 1:  # the file itself may fall back to what it had before
-            target.history[-2:-1] = [*target.history[-2:-1], *before[:-1]]
+            own = [Saved(saved.shows) if saved.shows.content is None else saved for saved in before[:-1]]
+            target.history[-2:-1] = [*target.history[-2:-1], *own]
         known.settled(Saved(Shows(None), None, True, True))
         self._note(node, f"renamed {name} {other}")
 
@@ -399,5 +468,16 @@ class Clients:
                     await self._release(node, fh)
 
     def power_was_cut(self, machine: int) -> None:
+        for mapping in self._mappings:
+            if mapping.node.machine.number == machine:
+                mapping.close()
         for known in self.known.values():
             known.power_was_cut(machine)
+
+    def store_lost(self, machine: int) -> None:
+        for known in self.known.values():
+            known.store_lost(machine)
+
+    def store_returned(self, machine: int) -> None:
+        for known in self.known.values():
+            known.store_returned(machine)

@@ -32,6 +32,7 @@ from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
 from ckptfs.cache.seal import Sealer
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
@@ -65,6 +66,7 @@ from ckptfs.fs.remote_readers import RemoteReaders
 from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
+from ckptfs.fs.returned_store import ReturnedStore
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.segment_switch import SegmentSwitch
@@ -78,7 +80,10 @@ CATALOG = "sim"
 CELL, SMALL = 4096, 2048
 SETTLE_SECONDS = 2.0
 GRACE_SECONDS, COLLECT_SECONDS, SWEEP_SECONDS, UNNAMED_SECONDS = 6.0, 4.0, 6.0, 12.0
+REBUILD_SECONDS = 6.0
 RESTART_SECONDS = 0.5
+LOST_AFTER_SECONDS = 3.0
+"""After the end of a session."""
 
 
 def session_for(label: str) -> str | None:
@@ -359,12 +364,17 @@ class MountLife:
 
     async def _run(self, nursery: trio.Nursery, ready: trio.Event, kv: ReplicatedCatalog) -> None:
         node, store, database = self.node, self.node.store, self.database
+        fence = await SessionFence.begin(kv, store.node, store.store_id, self.incarnation)
         self.repeats = repeats = Repeats(kv, store.node, self.incarnation)
         await repeats.load(database.files_in_use())
         namespace = Namespace(kv, store.store_id, self.incarnation, time.time_ns, changes=repeats.changes)
         self.versions = versions = Versions(kv, store.store_id, self.incarnation, time.time_ns)
-        settings = await namespace.settings()
         segments = Segments(store.segments)
+        returned = ReturnedStore(namespace, database, segments, store.store_id, self.incarnation, store.boot)
+        database.take_over()
+        await returned.bring_back()
+        fence.on_renewed = returned.require_not_lost
+        settings = await namespace.settings()
         agent = cast(LocalClient, LocalSocket(lambda: node.agent.server if node.agent is not None else None))
         self._agent = agent
         remote = RemoteContent(agent)
@@ -417,6 +427,7 @@ class MountLife:
         await growing.begin()
         sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, database, store.store_id)
         for task in (
+            fence.run,
             settler.run,
             reclaimer.run,
             holds.run,
@@ -554,6 +565,7 @@ class AgentLife:
         node, cluster, store = self.node, self.node.cluster, self.node.store
         label = session_label(store.store_id, self.incarnation)
         kv = EtcdCatalog(SimulatedGateway(cluster.etcd), CATALOG, session=label)
+        fence = await SessionFence.begin(kv, store.node, store.store_id, self.incarnation)
         settings = await Namespace(kv, store.store_id, self.incarnation, time.time_ns).settings()
         teller = MountTeller(cast(LocalClient, LocalSocket(lambda: node.mount.server if node.mount is not None else None)))
         waiting = MountDatabaseReader(store.mount_db)
@@ -581,6 +593,8 @@ class AgentLife:
                 sweep_seconds=SWEEP_SECONDS,
                 collect_seconds=COLLECT_SECONDS,
                 grace_seconds=GRACE_SECONDS,
+                repair_after_seconds=LOST_AFTER_SECONDS,
+                rebuild_look_seconds=REBUILD_SECONDS,
             ),
             settle=teller.settle,
             answer_call=teller.call,
@@ -588,6 +602,7 @@ class AgentLife:
         agent.sweep._unnamed_seconds = UNNAMED_SECONDS
         self._opened.callback(agent._opened.close)
         async with trio.open_nursery() as nursery, AsyncExitStack():
+            nursery.start_soon(fence.run)
             await nursery.start(agent.run)
             self.server = LocalServer(self.life, nursery, AgentRequests(agent).answer)
             node.agent = self

@@ -25,11 +25,14 @@ RULES = (
     "commit_before_the_last_acknowledgement",
     "shard_not_synced",
     "local_not_synced",
+    "seal_at_release",
+    "counter_instead_of_vid",
     "collect_without_looking",
     "cur_set_at_close",
     "watch_resumed_at_the_compaction",
     "no_operation_key",
     "no_session_compare",
+    "return_over_newer",
     "fsync_forgets_the_mark",
 )
 
