@@ -38,10 +38,15 @@ def without_session(members: Sequence[Member]) -> list[Member]:
 
 
 def is_storm(members: Sequence[Member], parity_shards: int) -> bool:
-    """Whether so many are away at once that nobody may be declared lost: more than a quarter of the stores (and more than one),
-    or more failure domains than the code survives."""
+    """Whether so many are away at once that nobody may be declared lost: more than a quarter of the nodes (and more than one),
+    or more failure domains than the code survives. A machine that was wiped again and again left several stores, and is one."""
     away = without_session(members)
-    return len(away) > max(1, len(joined(members)) / 4) or len({member.domain for member in away}) > max(1, parity_shards)
+    too_many = len(_nodes(away)) > max(1, len(_nodes(joined(members))) / 4)
+    return too_many or len({member.domain for member in away}) > max(1, parity_shards)
+
+
+def _nodes(members: Sequence[Member]) -> list[str]:
+    return sorted({str(member.node) for member in members})
 
 
 @dataclass
@@ -94,7 +99,7 @@ class StoreWatch:
         if is_storm(members, self._parity_shards):
             self._suspect_since.clear()
             if not self._in_storm:
-                logger.critical("storm away=%s: none of them is declared lost", ",".join(str(one.node) for one in away))
+                logger.critical("storm away=%s: none of them is declared lost", ",".join(_nodes(away)))
             self._in_storm = True
             return
         self._in_storm = False
@@ -141,12 +146,12 @@ def store_problems(members: Sequence[Member], parity_shards: int, repair_after_s
     """What an operator is to hear about stores that are away or gone, a line each."""
     problems = []
     away = without_session(members)
-    names = ", ".join(sorted(str(member.node) for member in away))
+    names = ", ".join(_nodes(away))
     if away and is_storm(members, parity_shards):
         problems.append(
-            f"ALARM: {len(away)} of {len(joined(members))} nodes are away at once ({names}): none of them is declared lost, and"
-            " nothing of theirs is rebuilt elsewhere, until fewer are. Look at the network, the power and the catalog; a node"
-            " that is gone for good is taken out by `ckptfs nodes remove NODE --force`"
+            f"ALARM: {len(_nodes(away))} of {len(_nodes(joined(members)))} nodes are away at once ({names}): none of them is"
+            " declared lost, and nothing of theirs is rebuilt elsewhere, until fewer are. Look at the network, the power and the"
+            " catalog; a node that is gone for good is taken out by `ckptfs nodes remove NODE --force`"
         )
     elif away:
         problems.append(

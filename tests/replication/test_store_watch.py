@@ -144,6 +144,17 @@ async def test_a_draining_store_may_be_lost_a_removed_one_not(cluster: Cluster, 
     assert (await cluster.standings())[4:] == ["removed", "lost"]
 
 
+async def test_a_machine_that_was_wiped_twice_is_one_node(cluster: Cluster, autojump_clock: MockClock) -> None:
+    for number in (20, 21):  # stores made anew
+        await cluster.down(5, 20)
+        await register_store(cluster.kv, store_id(number), NodeId("n5"), "127.0.0.1:1", "/s", {})
+        await begin_session(cluster.kv.another(session_label(store_id(number), 1)), NodeId("n5"), store_id(number), 1)
+        await cluster.run(2)
+    assert await cluster.standings() == ["up"] * 5 + ["suspect", "suspect", "up"]
+    await cluster.run(AFTER + 5)
+    assert await cluster.standings() == ["up"] * 5 + ["lost", "lost", "up"]
+
+
 async def test_a_new_leader_counts_by_its_own_clock(cluster: Cluster, autojump_clock: MockClock) -> None:
     await cluster.down(5)
     await cluster.run(AFTER - 5)

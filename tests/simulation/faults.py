@@ -45,6 +45,7 @@ class Faults:
             self.fill_drive,
             self.set_clock,
         ]
+        self._wiped: set[int] = set()
         self.ending = trio.Event()
         """Set when nothing is to go wrong any more."""
         self.kinds = chance.sample(kinds, chance.randint(2, 6))
@@ -128,6 +129,9 @@ class Faults:
             await node.cut_power()
             self._clients.power_was_cut(node.machine.number)
         self._cluster.network.heal()
+        if self._chance.random() < 0.3 and self._may_harm(node.machine.number):
+            await self._wipe(node)
+            return
         with trio.move_on_after(LOSS_SECONDS_MAX):
             while not self._invariants.catalog.is_lost(node.store.store_id) and not self.ending.is_set():
                 await trio.sleep(self._chance.uniform(0.5, 1.5))
@@ -136,6 +140,18 @@ class Faults:
         with trio.move_on_after(self._chance.uniform(0.1, 8.0)):
             await self.ending.wait()
         await node.start()
+
+    async def _wipe(self, node: Node) -> None:
+        """It comes back with a store made anew; the old one is never seen again (R10)."""
+        self._wiped.add(node.machine.number)
+        node.wipe()
+        with trio.move_on_after(self._chance.choice((0.1, 20.0))):
+            await self.ending.wait()
+        await node.start()
+
+    def _may_harm(self, number: int) -> bool:
+        """Whether what this machine's drive holds may go: that of one only, so that every version keeps enough."""
+        return self._invariants.damaged | self._wiped <= {number}
 
     def _cut_from_others(self, alone: Node) -> None:
         for node in self._cluster.nodes:
@@ -218,7 +234,9 @@ class Faults:
     async def flip_bit(self) -> None:
         """In the shards of one machine only, so that every version keeps enough."""
         damaged = self._invariants.damaged
-        number = next(iter(damaged)) if damaged else self._chance.randrange(len(self._cluster.nodes))
+        number = next(iter(damaged | self._wiped), None)
+        if number is None:
+            number = self._chance.randrange(len(self._cluster.nodes))
         node = self._cluster.nodes[number]
         if not hasattr(node, "store"):
             return

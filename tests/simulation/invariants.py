@@ -101,7 +101,9 @@ class Invariants:
             node.drive.on_unlink = self._unlinking(node)
 
     def _node_of(self, store: bytes) -> Node:
-        return next(node for node in self._cluster.nodes if hasattr(node, "store") and node.store.store_id == store)
+        record = self.catalog.store(store)
+        assert record is not None
+        return self._cluster.nodes[int(record.node[1:])]
 
     # ---- at each commit
 
@@ -171,6 +173,8 @@ class Invariants:
         node = self._node_of(store)
         if node.machine.number in self.damaged:
             return ""
+        if node.store.store_id != store:
+            return f"{node.machine.name} has another store now"
         if version.layout is ShardLayout.COPIES:
             found = self._copy_root(node, vid)
             return "" if found == root else f"{node.machine.name} has no such copy"

@@ -76,6 +76,11 @@ class Drive:
             labels = {one: os.getxattr(path, one) for one in os.listxattr(path)}
             self._removed[path] = content, labels
 
+    def replaced(self) -> None:
+        """By an empty one."""
+        for of_old in (self._contents, self._names, self._removed):
+            of_old.clear()
+
     def cut_power(self, chance: Random) -> None:
         """Take what was not synced; nothing runs on the machine."""
         for area in AREAS:

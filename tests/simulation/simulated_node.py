@@ -7,6 +7,7 @@ cache holds, is still there for the next one. The composition follows `mount_pro
 import errno
 import logging
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -171,6 +172,12 @@ class Node:
         SetBackMark(self.store.store_id, self.store.uses).clear()
         self.machine.boot += 1
         self.machine.booted_at = world.seconds()
+
+    def wipe(self) -> None:
+        """The drive is replaced by an empty one; nothing runs on the machine."""
+        shutil.rmtree(self.machine.directory)
+        self.machine.directory.mkdir()
+        self.drive.replaced()
 
     def _tell(self) -> None:
         self.changed.set()
