@@ -10,7 +10,6 @@ from simulated_clients import Clients
 from simulated_node import CATALOG, Cluster, Node
 from virtual_machine import world
 
-
 LOSS_SECONDS_MAX = 25.0
 
 

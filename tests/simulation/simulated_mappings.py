@@ -1,5 +1,5 @@
-"""Writable mappings of files, as the kernel makes them in the passthrough lane: of the segment itself, so that they outlive close,
-and that nobody but the segment's lease test hears of what a program stores through them (R2).
+"""Writable mappings of files, as the kernel makes them in the passthrough lane: of the segment itself. They outlive close, and
+nobody but the segment's lease test hears of what a program stores through them (R2).
 """
 
 import mmap

@@ -1,0 +1,119 @@
+"""What a name may show to a reader, after what its programs were told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+
+class Shows:
+    """What a name may show: `exactly` some bytes, or nothing at all; else what `allows` says."""
+
+    def __init__(self, content: bytes | None, allows: Callable[[bytes | None], bool] | None = None) -> None:
+        self.content = content
+        self._allows = allows
+
+    def allows(self, found: bytes | None) -> bool:
+        return self._allows(found) if self._allows is not None else found == self.content
+
+    def __repr__(self) -> str:
+        what = "nothing" if self.content is None else f"{len(self.content)} bytes {self.content[:4].hex()}"
+        return what if self._allows is None else f"part of {what}"
+
+
+def part_of(content: bytes) -> Shows:
+    """Some of it from the beginning, with zeros where a power cut took pages: what a program that died may leave."""
+    return Shows(content, lambda found: found is None or len(found) <= len(content))
+
+
+def grown(before: bytes, content: bytes) -> Shows:
+    """An append that a power cut or an error came into."""
+    return Shows(content, lambda found: found is not None and found[: len(before)] == before and len(found) <= len(content))
+
+
+@dataclass
+class Saved:
+    """One state of a name, as its program was told. `home` has its bytes, None if it may be any machine; `is_safe`: it survives a
+    power cut there; `is_protected`: also the loss of that machine."""
+
+    shows: Shows
+    home: int | None = None
+    is_safe: bool = False
+    is_protected: bool = False
+
+
+@dataclass
+class Known:
+    """What a name may show now: the last of `history`, and what is `undecided`. Older states count after a power cut, and while
+    the store is lost that alone had the newest (`lost_with` its machine, `is_touched` when somebody changed the name since)."""
+
+    history: list[Saved] = field(default_factory=lambda: [Saved(Shows(None), None, True, True)])
+    undecided: list[Shows] = field(default_factory=list)
+    changes: int = 0
+    is_changing: bool = False
+    lost_with: int | None = None
+    is_touched: bool = False
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def newest(self) -> Saved:
+        return self.history[-1]
+
+    def settled(self, saved: Saved) -> None:
+        """The name shows this now, and nothing else."""
+        self.history.append(saved)
+        if saved.is_protected:
+            del self.history[:-1]
+        self.undecided.clear()
+        self.changes += 1
+        self.lost_with = None
+
+    def doubted(self, *shows: Shows) -> None:
+        """It may show these now, or what it showed before."""
+        self.undecided += shows
+        self.changes += 1
+        self.is_touched = True
+
+    def now_safe(self, *, protected: bool) -> None:
+        self.newest.is_safe = True
+        self.newest.is_protected = protected
+        if protected:
+            del self.history[:-1]
+
+    def power_was_cut(self, machine: int) -> None:
+        """What its home had not synced may be gone."""
+        count = len(self.history)
+        while len(self.history) > 1 and self.newest.home in (machine, None) and not self.newest.is_safe:
+            lost = self.history.pop()
+            self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
+        for older in reversed(self.history if len(self.history) < count else []):
+            self.undecided.append(older.shows)
+            if older.is_safe:
+                break  # one that had not become local when it was replaced is freed at once (R1)
+        self.changes += 1
+
+    def store_lost(self, machine: int) -> None:
+        """What only that machine had is gone for the others, who see what they have of what was there before, or an error."""
+        if self.newest.home in (machine, None) and not self.newest.is_protected:
+            self.lost_with, self.is_touched = machine, False
+            self.changes += 1
+
+    def store_returned(self, machine: int) -> None:
+        """What nobody has touched since is there again."""
+        if self.lost_with == machine and not self.is_touched:
+            self.lost_with = None
+        self.changes += 1
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether nobody but the lost store ever had any of it."""
+        return self.lost_with is not None and not any(
+            saved.is_protected and saved.shows.content is not None for saved in self.history
+        )
+
+    def allows(self, found: bytes | None) -> bool:
+        possible = [self.newest] if self.lost_with is None else self.history
+        return any(shows.allows(found) for shows in (*(saved.shows for saved in possible), *self.undecided))
+
+    def __str__(self) -> str:
+        return f"{self.newest.shows}, or {self.undecided}"
