@@ -5,13 +5,14 @@ synced (all of it, or page by page of 4096 bytes), its name if its directory was
 a name likewise. The databases are taken whole or not at all, but for `small_copies.db`, whose every commit is synced. What SQLite
 writes in which order is the matter of `tests/power/`, which records it.
 
-A full drive refuses every write of the product's own (ENOSPC), and says that nothing is free. Stamps of files are virtual time.
+A full drive refuses every write of the product's own (ENOSPC), and says that nothing is free. Stamps of files are virtual time,
+and directories are listed in the order of their names: the kernel's order is not the same everywhere.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ BLOCK = 4096
 
 _real_open, _real_unlink, _real_rename, _real_rmdir = os.open, os.unlink, os.rename, os.rmdir
 _real_pwrite, _real_ftruncate, _real_copy, _real_mkdir = os.pwrite, os.ftruncate, os.copy_file_range, os.mkdir
-_real_statvfs = os.statvfs
+_real_statvfs, _real_listdir, _real_scandir = os.statvfs, os.listdir, os.scandir
 
 
 class Drive:
@@ -101,9 +102,7 @@ class Drive:
 
     def _cut(self, directory: str, chance: Random) -> None:
         safe = self._names.get(directory, {})
-        with os.scandir(directory) as scanned:
-            entries = sorted(scanned, key=lambda entry: entry.name)
-        for entry in entries:
+        for entry in os.scandir(directory):
             if safe.get(entry.name) != entry.inode() and chance.random() < 0.5:
                 _remove_tree(entry.path)
             elif entry.is_dir():
@@ -226,6 +225,31 @@ def _statvfs(path: Any) -> os.statvfs_result:
     return os.statvfs_result((BLOCK, BLOCK, 2 * FREE_BYTES // BLOCK, free, free, 1 << 20, 1 << 20, 1 << 20, 0, 255))
 
 
+def _listdir(path: Any = ".") -> list[Any]:
+    return sorted(_real_listdir(path))
+
+
+class _Scandir:
+    """As `os.scandir` gives it."""
+
+    def __init__(self, path: Any = ".") -> None:
+        with _real_scandir(path) as entries:
+            self._entries = iter(sorted(entries, key=lambda entry: entry.name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> "_Scandir":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def take_over_drives() -> None:
     """Have the product's calls go through here; see the module."""
     os.fsync = os.fdatasync = _fsync  # type: ignore[assignment]
@@ -233,3 +257,4 @@ def take_over_drives() -> None:
     os.copy_file_range = _copy_file_range  # type: ignore[assignment]
     os.unlink, os.rmdir, os.mkdir, os.statvfs = _unlink, _rmdir, _mkdir, _statvfs
     os.rename = _rename  # type: ignore[assignment]
+    os.listdir, os.scandir = _listdir, _Scandir  # type: ignore[assignment]
