@@ -23,6 +23,7 @@ from ckptfs.cache.catalog_format import (
     Version,
     VersionState,
     Writer,
+    hold_key,
     inode_key,
     pack,
     session_key,
@@ -30,13 +31,14 @@ from ckptfs.cache.catalog_format import (
     unpack,
     version_key,
 )
-from ckptfs.cache.catalog_kv import Compare, Entry, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import OPERATIONS_MAX, Compare, Delete, Entry, KeyValue, Operation, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, existing_inode, find_version, repeated
 from ckptfs.cache.changed_inodes import remembered
 from ckptfs.cache.errors import DamagedRecord, NoSuchName
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import end_versions
+from ckptfs.cache.segment_holds import held_by
 from ckptfs.cache.store_registry import stores
 from ckptfs.cache.version_recovery import newest_left, versions_at_home
 from ckptfs.cache.version_states import version_step
@@ -74,8 +76,8 @@ async def declare_lost(kv: KeyValue, leader: Unchanged, store: StoreId) -> bool:
 
 
 async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGenerator[RolledBack, None]:
-    """Each file whose newest content only this store had, which is lost or removed, as it is rolled back; at the end the store is
-    `settled`.
+    """Each file whose newest content only this store had, which is lost or removed, as it is rolled back; at the end the store
+    holds no segments any more, and is `settled`.
 
     Begun again after an interruption it goes on with what is left. A file of which a record is damaged is passed over. Ends early
     if `leader` doesn't hold any more, the store has returned, or its node is up: that gives its files back itself, and would pass
@@ -94,6 +96,10 @@ async def roll_back(kv: KeyValue, leader: Unchanged, store: StoreId) -> AsyncGen
                 yield done
     if (gone := await _still_gone(kv, leader, store)) is not None:
         record, compares = gone
+        # Nobody there reads any more: what died may go.
+        holds: list[Operation] = [Delete(hold_key(segment, store)) for segment in await held_by(kv, store)]
+        for start in range(0, len(holds), OPERATIONS_MAX):
+            await kv.transact(compares, holds[start : start + OPERATIONS_MAX])
         settled = msgspec.structs.replace(record, settled=True)
         await kv.transact(compares, [Put(store_key(store), pack(settled))])
 

@@ -28,13 +28,15 @@ from ckptfs.cache.catalog_format import (
     unpack,
     version_key,
 )
-from ckptfs.cache.catalog_kv import Put, Unchanged
+<<<<<<< HEAD
+from ckptfs.cache.catalog_kv import OPERATIONS_MAX, Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id, new_vid
 from ckptfs.cache.lost_stores import Returned, RolledBack, be_in_again, declare_lost, give_back, roll_back
 from ckptfs.cache.namespace import Created, Namespace
 from ckptfs.cache.prefixes import Prefix, begin_prefix, void_prefix
+from ckptfs.cache.segment_holds import held_by, hold
 from ckptfs.cache.store_registry import begin_session, register_store, session_label, set_state, stores
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.cache.versions import LocalCommit, ProtectedCommit, Versions
@@ -169,6 +171,18 @@ async def test_a_file_that_was_nowhere_else_is_lost(world: World) -> None:
         inode = await world.inode(made.ino)
         assert (inode.lost, inode.cur, inode.open, inode.writer, inode.rolled_back_from) == (True, None, None, None, made.vid)
     assert await catalog_problems(world.kv) == []
+
+
+async def test_what_programs_on_its_node_had_open_is_not_kept_for_them(world: World) -> None:
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    segments = [new_segment_id() for _ in range(OPERATIONS_MAX + 1)]
+    for segment in segments:
+        assert await hold(world.kv, segment, GONE, made.vid)
+    assert await hold(world.kv, segments[0], OTHER, made.vid)
+    await world.lose()
+    assert await held_by(world.kv, GONE) == []
+    assert await held_by(world.kv, OTHER) == segments[:1]
 
 
 async def test_what_was_being_written_goes_and_what_another_node_has_stays(world: World) -> None:

@@ -105,6 +105,9 @@ class Invariants:
         assert record is not None
         return self._cluster.nodes[int(record.node[1:])]
 
+    def _is_gone(self, store: bytes) -> bool:
+        return self.catalog.is_lost(store) or self._node_of(store).store.store_id != store
+
     # ---- at each commit
 
     def _committed(self, revision: int, changes: Sequence[Change], before: dict[bytes, Record | None]) -> None:
@@ -303,8 +306,8 @@ class Invariants:
             holds = [entry.key for entry in self.catalog.entries(b"h/")]
             return f"{len(unfinished)} versions are not protected: {unfinished}; held are {holds}"
         for vid, version in versions.items():
-            if version.state is VersionState.PROTECTED and any(self.catalog.is_lost(shard.store) for shard in version.shards):
-                return f"{vid.hex()} has shards on a lost store"
+            if version.state is VersionState.PROTECTED and any(self._is_gone(shard.store) for shard in version.shards):
+                return f"{vid.hex()} has shards on a store that is gone"
         for node in self._cluster.nodes if wholly else ():
             if reason := self._unrest_of(node, versions):
                 return f"{node.machine.name} {reason}"
