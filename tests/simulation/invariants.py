@@ -32,6 +32,7 @@ from ckptfs.cache.catalog_format import (
     VersionState,
     inode_key,
     store_key,
+    store_of_key,
     unpack,
     version_key,
     vid_of_key,
@@ -130,14 +131,15 @@ class Invariants:
                     unpack(Inode, now.value),
                 )
             elif key.startswith(b"s/") and now is not None:
-                self._store_changed(None if was is None else unpack(Store, was.value), unpack(Store, now.value))
+                store = store_of_key(key)
+                self._store_changed(store, None if was is None else unpack(Store, was.value), unpack(Store, now.value))
 
-    def _store_changed(self, was: Store | None, now: Store) -> None:
+    def _store_changed(self, store: StoreId, was: Store | None, now: Store) -> None:
         machine = int(now.node[1:])
         if was is not None and was.state is not now.state:
             self._cluster.note(f"store of n{machine} is {now.state.name}")
             if now.state is StoreState.LOST:
-                self._clients.store_lost(machine)
+                self._clients.store_lost(machine, is_gone=self._cluster.nodes[machine].store.store_id != store)
             elif was.state is StoreState.LOST:
                 self._clients.store_returned(machine)
 

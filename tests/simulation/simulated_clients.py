@@ -43,6 +43,7 @@ class Clients:
         self._names = sorted(names)
         self._number = 0
         self._mappings: list[Mapping] = []
+        self._lost: set[int] = set()
         self.counts: dict[str, int] = {}
 
     async def work(self) -> None:
@@ -208,7 +209,7 @@ class Clients:
             known.doubted(part_of(content), Shows(None))
             return False
         if node.machine.boot == boot:
-            known.settled(Saved(Shows(content), home, synced))
+            self._closed(known, Saved(Shows(content), home, synced))
         self._note(node, f"saved {name} size={len(content)} synced={synced}")
         return True
 
@@ -228,7 +229,7 @@ class Clients:
                 known.doubted(part_of(content))
                 mapping.store(content)
                 self._note(node, f"mapped {name} {content[:4].hex()}")
-            known.settled(Saved(Shows(content), node.machine.number))
+            self._closed(known, Saved(Shows(content), node.machine.number))
         finally:
             mapping.close()
             self._mappings.remove(mapping)
@@ -271,7 +272,7 @@ class Clients:
             # An append in place: what was there before is in the same file, and a power cut may take what is new.
             safe = known.newest.is_safe
             known.history[-1] = Saved(grown(before, whole), known.newest.home, safe, known.newest.is_protected)
-            known.settled(Saved(Shows(whole), None, synced))
+            self._closed(known, Saved(Shows(whole), None, synced))
         self._note(node, f"appended {name} size={len(whole)} synced={synced}")
 
     async def _unlink(self, node: Node, name: str) -> None:
@@ -364,10 +365,20 @@ class Clients:
         for known in self.known.values():
             known.power_was_cut(machine)
 
-    def store_lost(self, machine: int) -> None:
+    def _closed(self, known: Known, saved: Saved) -> None:
+        """Also on a node that was cut off for so long that its store was declared lost: others see it when that returns."""
+        known.settled(saved)
+        for machine in sorted(self._lost):
+            known.store_lost(machine)
+
+    def store_lost(self, machine: int, *, is_gone: bool) -> None:
+        """`is_gone`: the machine has another one now."""
+        if not is_gone:
+            self._lost.add(machine)
         for known in self.known.values():
             known.store_lost(machine)
 
     def store_returned(self, machine: int) -> None:
+        self._lost.discard(machine)
         for known in self.known.values():
             known.store_returned(machine)

@@ -305,8 +305,8 @@ class LocalServer:
         from ckptfs.fs.local_socket import NodeNotAnswering
 
         await self._owner.machine.turn()
-        if not self._owner.alive:
-            raise NodeNotAnswering("it was killed")
+        if not self._owner.alive or self._nursery.cancel_scope.cancel_called:
+            raise NodeNotAnswering("it ends")
         asked = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
         answers: list[dict[str, object]] = []
         done = trio.Event()

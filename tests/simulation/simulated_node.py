@@ -311,7 +311,7 @@ class Node:
                 if not connection or self.connection != connection:
                     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
                 mount = self.mount
-                if mount is None or not mount.life.alive:
+                if mount is None or not mount.life.alive or mount.is_ending:
                     await self.changed.wait()
                     continue
                 await self.machine.turn()
@@ -496,6 +496,11 @@ class MountLife:
             self.answered(header.unique)
             raise results[0]
         return results[0]
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a part of it has failed, so that it ends by itself."""
+        return bool(self.nursery.cancel_scope.cancel_called)
 
     def answered(self, unique: int) -> None:
         """The kernel has taken the answer."""
