@@ -136,7 +136,9 @@ class Invariants:
 
     def _store_changed(self, store: StoreId, was: Store | None, now: Store) -> None:
         machine = int(now.node[1:])
-        if was is not None and was.state is not now.state:
+        if was is None:
+            self._clients.store_made(machine)
+        elif was.state is not now.state:
             self._cluster.note(f"store of n{machine} is {now.state.name}")
             if now.state is StoreState.LOST:
                 self._clients.store_lost(machine, is_gone=self._cluster.nodes[machine].store.store_id != store)

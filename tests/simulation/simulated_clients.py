@@ -378,6 +378,9 @@ class Clients:
         for known in self.known.values():
             known.store_lost(machine)
 
+    def store_made(self, machine: int) -> None:
+        self._lost.discard(machine)
+
     def store_returned(self, machine: int) -> None:
         self._lost.discard(machine)
         for known in self.known.values():
