@@ -28,7 +28,6 @@ from ckptfs.cache.catalog_format import (
     unpack,
     version_key,
 )
-<<<<<<< HEAD
 from ckptfs.cache.catalog_kv import OPERATIONS_MAX, Put, Unchanged
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError

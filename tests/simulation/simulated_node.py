@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,6 +54,7 @@ from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_use import Use
+from ckptfs.fs.last_use import last_use
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
@@ -377,7 +379,9 @@ class MountLife:
         namespace = Namespace(kv, store.store_id, self.incarnation, time.time_ns, changes=repeats.changes)
         self.versions = versions = Versions(kv, store.store_id, self.incarnation, time.time_ns)
         segments = Segments(store.segments)
-        returned = ReturnedStore(namespace, database, segments, store.store_id, self.incarnation, store.boot)
+        mark = RefusalMark(store.store_id, store.path)
+        last = partial(last_use, database, store.boot, mark, self._marks, new_connection=node.is_new_connection)
+        returned = ReturnedStore(namespace, database, segments, store.store_id, self.incarnation, last)
         database.take_over()
         await returned.bring_back()
         fence.on_renewed = returned.require_not_lost
@@ -424,7 +428,6 @@ class MountLife:
         inodes = InodeOperations(namespace, view, records, files, repeats, store.path)
         self._handlers = behind_barrier(names.handlers() | files.handlers() | inodes.handlers(), kv)
         self._segment_switch = SegmentSwitch(versions, segments, open_files, reclaimer, store.store_id)
-        mark = RefusalMark(store.store_id, store.path)
         recovery = MountRecovery(
             database, store.store_id, namespace, versions, segments, open_files, settler, reclaimer, holds, content.reopen,
             store.boot, mark, self._marks, new_connection=node.is_new_connection, restore_guests=writers.restore,
