@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import trio
-from virtual_machine import Machine, Process, process, wait_in_thread, world
+from virtual_machine import Machine, Process, in_turn, process, wait_in_thread, world
 
 from ckptfs.cache.checksum import Buffer
 from ckptfs.replication.errors import PeerUnreachable
@@ -148,7 +148,7 @@ class SimulatedConnection:
         self._send(head, payload)
 
     def send_in_thread(self, head: Buffer, payload: Buffer | None = None) -> None:
-        self._send(head, payload)
+        in_turn(lambda: self._send(head, payload))
 
     def _send(self, head: Buffer, payload: Buffer | None) -> None:
         self.owner.check()
@@ -196,7 +196,7 @@ class SimulatedConnection:
             await self._wait(min(deadline, self._next_at()))
 
     def send_file_in_thread(self, head: Buffer, descriptor: int, offset: int, length: int) -> None:
-        self._send(head, os.pread(descriptor, length, offset).ljust(length, b"\0"))
+        self.send_in_thread(head, os.pread(descriptor, length, offset).ljust(length, b"\0"))
 
     def receive_in_thread(self, buffer: memoryview, *, seconds: float | None = None) -> bool:
         return bool(wait_in_thread(lambda: self.receive(buffer, seconds=seconds)))

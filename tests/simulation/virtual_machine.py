@@ -209,6 +209,18 @@ class _Alternating:
         return self._answer.unwrap()
 
 
+def in_turn(call: Callable[[], None]) -> None:
+    """Do it in the event loop's turn, for a function that has it already or runs in a thread."""
+
+    async def wanted() -> None:
+        call()
+
+    if hasattr(_in_thread, "of"):
+        wait_in_thread(wanted)
+    else:
+        call()
+
+
 def wait_in_thread(wanted: Callable[[], Awaitable[Any]]) -> Any:
     """Have the event loop await this for the thread that calls it."""
     return _in_thread.of.wait(wanted)
