@@ -193,7 +193,7 @@ class Clients:
 
     async def _save(self, node: Node, name: str, mapping: Mapping | None = None) -> bool:
         known, content = self.known[name], self._content()
-        boot = node.machine.boot
+        boots = self._boots()
         try:
             fh, home = await self._create_or_truncate(node, name)
         except OSError as error:
@@ -208,7 +208,7 @@ class Clients:
             self._note(node, f"save {name} failed: {errno.errorcode.get(error.errno or 0)}")
             known.doubted(part_of(content), Shows(None))
             return False
-        if node.machine.boot == boot:
+        if self._had_power(boots, home):
             self._closed(known, Saved(Shows(content), home, synced))
         self._note(node, f"saved {name} size={len(content)} synced={synced}")
         return True
@@ -252,7 +252,7 @@ class Clients:
         before, more = known.newest.shows.content, self._content()
         if known.undecided or known.lost_with is not None or not before or not more:
             return
-        boot = node.machine.boot
+        boots = self._boots()
         try:
             fh = await self._open(node, name, os.O_WRONLY)
         except OSError as error:
@@ -268,7 +268,7 @@ class Clients:
         except OSError as error:
             self._note(node, f"append {name} failed: {errno.errorcode.get(error.errno or 0)}")
             return
-        if node.machine.boot == boot:
+        if self._had_power(boots, None):
             # An append in place: what was there before is in the same file, and a power cut may take what is new.
             safe = known.newest.is_safe
             known.history[-1] = Saved(grown(before, whole), known.newest.home, safe, known.newest.is_protected)
@@ -364,6 +364,14 @@ class Clients:
                 mapping.close()
         for known in self.known.values():
             known.power_was_cut(machine)
+
+    def _boots(self) -> list[int]:
+        return [node.machine.boot for node in self.cluster.nodes]
+
+    def _had_power(self, boots: list[int], home: int | None) -> bool:
+        """Whether the home had it all the time since. Else what was written before it went is gone, and close doesn't say so."""
+        now = self._boots()
+        return now == boots if home is None else now[home] == boots[home]
 
     def _closed(self, known: Known, saved: Saved) -> None:
         """Also on a node that was cut off for so long that its store was declared lost: others see it when that returns."""
