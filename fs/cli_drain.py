@@ -14,9 +14,9 @@ from ckptfs.fs.status import Place
 
 POLL_SECONDS = 0.5
 AS_IT_IS = {
-    "lost": "{node} was declared lost while it was away, and does not drain any more: nothing was changed. Its mount process "
-    "brings back the files only it had, and then it takes shards again by itself (`ckptfs nodes list` says `up`); drain it anew "
-    "if it is to go. If it stays `lost`, {node}'s mount.log says why",
+    "lost": "{node} was declared lost while it was away: nothing was changed. Its mount process brings back what only it had, "
+    "and then it is by itself what it was before (`ckptfs nodes list` says `up` or `draining`): repeat this then. If it stays "
+    "`lost`, {node}'s mount.log says why",
     "removed": "{node} was removed from the cluster (ckptfs nodes remove) and can't join it again with this store: nothing was "
     "changed. Save elsewhere what only its mount shows, end it (ckptfs umount {mountpoint}), and start it with an empty store",
 }
