@@ -1,7 +1,8 @@
 """What is always true of a whole catalog (I13 of docs/protocol.md, and what `versions` keeps), checked by one walk. Pure.
 
 The tree: one root, no loop, no dangling entry, link counts right. Versions: an inode names only versions that exist, in states
-that fit how it names them; an open version belongs to the inode being written; a version nobody names is a tombstone.
+that fit how it names them; an open version belongs to the inode being written; a version nobody names is a tombstone, or only a
+store has it that is lost, whose return may make a file of its own of it.
 """
 
 import stat
@@ -10,6 +11,7 @@ from collections import Counter, defaultdict
 from ckptfs.cache.catalog_format import (
     DirectoryEntry,
     Inode,
+    StoreState,
     Version,
     VersionState,
     entry_of_key,
@@ -18,7 +20,8 @@ from ckptfs.cache.catalog_format import (
     vid_of_key,
 )
 from ckptfs.cache.catalog_kv import KeyValue
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
+from ckptfs.cache.store_registry import stores
 
 _STATES_FOR = {
     "open": {VersionState.OPEN},
@@ -44,7 +47,9 @@ async def catalog_problems(kv: KeyValue) -> list[str]:
     timed = {InodeNumber(int(entry.key[2:], 16)) for entry in await kv.range(b"t/")}
     problems = _tree_problems(inodes, names, subdirectories)
     problems += [f"times of {ino}, which is no directory" for ino in timed if ino not in inodes or not inodes[ino].is_directory]
-    return problems + _version_problems(inodes, versions)
+    known = {store: record for store, (record, _) in (await stores(kv)).items()}
+    gone = {store for store, record in known.items() if record.state in (StoreState.LOST, StoreState.REMOVED)}
+    return problems + _version_problems(inodes, versions, gone)
 
 
 def _tree_problems(
@@ -89,7 +94,7 @@ def _reaches_root(ino: InodeNumber, parents: dict[InodeNumber, InodeNumber]) -> 
     return True
 
 
-def _version_problems(inodes: dict[InodeNumber, Inode], versions: dict[Vid, Version]) -> list[str]:
+def _version_problems(inodes: dict[InodeNumber, Inode], versions: dict[Vid, Version], gone: set[StoreId]) -> list[str]:
     problems = []
     holders: dict[Vid, set[InodeNumber]] = defaultdict(set)
     segments: Counter[bytes] = Counter()
@@ -118,6 +123,7 @@ def _version_problems(inodes: dict[InodeNumber, Inode], versions: dict[Vid, Vers
             problems.append(f"dead version {vid.hex()} is named by an inode")
         if version.state is not VersionState.DEAD:
             segments[version.segment] += 1 if any(version.segment) else 0
-            if len(holders[vid]) != 1:
+            has_gone = not holders[vid] and version.home in gone and version.state in (VersionState.OPEN, VersionState.LOCAL)
+            if len(holders[vid]) != 1 and not has_gone:
                 problems.append(f"version {vid.hex()} ({version.state.name}) is named by {len(holders[vid])} inodes")
     return problems + [f"segment {segment.hex()} belongs to {count} versions" for segment, count in segments.items() if count > 1]
