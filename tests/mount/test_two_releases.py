@@ -12,6 +12,7 @@ import pytest
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.local_socket import call
+from ckptfs.fs.status import Place
 from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
@@ -28,7 +29,8 @@ def upgrade(node: ClusterNode, python: Path | str) -> None:
 
 
 def problems(node: ClusterNode) -> str:
-    return "\n".join(call(node.store / "run/agent.sock", {"do": "status", "look": True})["problems"])
+    place = Place(node.id, node.store, node.mountpoint)  # which waits for an agent that is just being started
+    return "\n".join(place.ask("agent", {"do": "status", "look": True}, restart_seconds=60.0)["problems"])
 
 
 def save_and_read(cluster: LocalCluster, label: str) -> None:
