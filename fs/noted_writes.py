@@ -109,13 +109,16 @@ class NotedWrites:
             if (written := self._outcomes.get(name)) is not None:
                 return written
             size_before = self._sizes_before.get(name)
-            if size_before is not None and await trio.to_thread.run_sync(_is_there, descriptor, data, size_before):
-                written = len(data)
-            else:
+            written = 0
+            if size_before is not None:
+                written = await trio.to_thread.run_sync(_bytes_there, descriptor, data, size_before)
+            if not written:
                 self._sizes_before[name] = size_before = os.fstat(descriptor).st_size
                 self._database.put_call(CallRow(*name, 0, size_before))
+            if written < len(data):
                 # The kernel finds the end: programs append in the passthrough lane too, and nobody else keeps them off.
-                written = await trio.to_thread.run_sync(os.pwritev, descriptor, [data], -1, os.RWF_APPEND)
+                rest = memoryview(data)[written:]
+                written += await trio.to_thread.run_sync(os.pwritev, descriptor, [rest], -1, os.RWF_APPEND)
             self.done(name, written)
             return written
 
@@ -130,8 +133,12 @@ class NotedWrites:
                 self._appending.pop(ino, None)
 
 
-def _is_there(descriptor: int, data: bytes | memoryview, size_before: int) -> bool:
-    """Whether the bytes lie somewhere behind that size. In a thread."""
+def _bytes_there(descriptor: int, data: bytes | memoryview, size_before: int) -> int:
+    """How many of the bytes lie behind that size: all of them somewhere, or, at the end, as many as a write had made when it was
+    cut off by a kill or a full drive. That happens between pages only, so that no other program's line is taken for it.
+
+    In a thread.
+    """
     end = min(os.fstat(descriptor).st_size, size_before + SEARCHED_BYTES_MAX)
     behind = bytearray()
     while size_before + len(behind) < end:
@@ -139,4 +146,8 @@ def _is_there(descriptor: int, data: bytes | memoryview, size_before: int) -> bo
         if not part:
             break
         behind += part
-    return bytes(data) in behind
+    whole = bytes(data)
+    if whole in behind:
+        return len(whole)
+    is_cut = 0 < len(behind) < len(whole) and end % os.sysconf("SC_PAGE_SIZE") == 0 and whole.startswith(behind)
+    return len(behind) if is_cut else 0

@@ -359,6 +359,33 @@ async def test_a_home_that_is_killed_in_the_middle_of_an_append(
     await there.release(far)
 
 
+@pytest.mark.parametrize(("made", "pieces"), [(4096 * 3, 1), (4096 * 3 - 5, 2), (5, 2)])
+async def test_an_append_that_was_cut_off_between_pages_is_gone_on_with(
+    pair: tuple[Any, Any], start_node: StartNode, made: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else lies there is another program's, though it begins like this one's."""
+    here, there = pair
+    ino, own = await here.create(b"log")
+    far = await there.open(ino, APPENDING)
+    record = os.urandom(20_000)
+    append = os.pwritev
+
+    def killed(descriptor: int, buffers: Any, offset: int, flags: int) -> int:
+        append(descriptor, [bytes(buffers[0])[:made]], offset, flags)
+        raise OSError(errno.EINTR, "killed")
+
+    monkeypatch.setattr(os, "pwritev", killed)
+    assert await there.errno(_append(there, far, record, unique=1001)) == "EINTR"
+    monkeypatch.undo()
+    here.kill()
+    here = await start_node("a")
+    assert await _append(there, far, record, unique=1001) == len(record)
+    assert (await here.getattr(ino)).size == len(record) + (made if pieces == 2 else 0)
+    assert (await here.read(own)).endswith(record)
+    await here.release(own)
+    await there.release(far)
+
+
 async def test_an_open_that_comes_again_truncates_once(pair: tuple[Any, Any], start_node: StartNode) -> None:
     here, there = pair
     ino, own = await here.create(b"file")
