@@ -94,7 +94,7 @@ class Known:
 
     def store_lost(self, machine: int) -> None:
         """What only that machine had is gone for the others, who see what they have of what was there before, or an error."""
-        if self.newest.home in (machine, None) and not self.newest.is_protected:
+        if (self.newest.home in (machine, None) and not self.newest.is_protected) or self.undecided:
             self.lost_with, self.is_touched = machine, False
             self.changes += 1
 
