@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.cache import record_cache
+from ckptfs.cache import catalog_records, record_cache
 from ckptfs.cache.catalog_format import Shard, ShardLayout
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId
 from ckptfs.cache.store_registry import register_store
@@ -67,7 +67,8 @@ def traced_bytes(node: Any) -> int:
 
 @pytest.mark.slow
 async def test_flat_memory(start_node: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    for cache, name in ((record_cache, "ENTRIES_MAX"), (kernel_pages, "REMEMBERED_MAX")):
+    caches = ((record_cache, "ENTRIES_MAX"), (kernel_pages, "REMEMBERED_MAX"), (catalog_records, "_INODES_REMEMBERED_MAX"))
+    for cache, name in caches:
         monkeypatch.setattr(cache, name, 0)
     node = await start_node()
     revisions = {}

@@ -1,8 +1,8 @@
 """Programs that use a directory in a loop and check every answer: run by the soak beside this file, one process each.
 
-Started as `python kill_soak_programs.py KIND DIRECTORY SEED`. Runs until a line arrives on standard input, then prints one JSON
-document: how many turns it took, and what is left behind, as {path: sha256}. Any answer that is not the one a local file system
-gives ends it with a traceback.
+Started as `python kill_soak_programs.py KIND DIRECTORY SEED`. Prints `begins` when its first turn does, runs until a line arrives
+on standard input, then prints one JSON document: how many turns it took, and what is left behind, as {path: sha256}. Any answer
+that is not the one a local file system gives ends it with a traceback.
 """
 
 import contextlib
@@ -304,9 +304,7 @@ class Stream:
 def listing(top: Path, chance: random.Random) -> int:
     """Directory streams, one of them held all the time, that are read bit by bit, with steps back, while other names come and go:
     the names that stay are seen once each."""
-    staying = [f"stays-{number:04}" for number in range(1000)]
-    for name in staying:
-        (top / name).touch()
+    staying = _staying()
     turns = 0
     with contextlib.closing(Stream(top)) as held:
         beginning = held.tell()
@@ -317,6 +315,15 @@ def listing(top: Path, chance: random.Random) -> int:
             with contextlib.closing(Stream(top)) as stream:
                 assert sorted(_staying_names(stream, top, chance)) == staying
     return turns
+
+
+def _staying() -> list[str]:
+    return [f"stays-{number:04}" for number in range(1000)]
+
+
+def _make_staying(top: Path) -> None:
+    for name in _staying():
+        (top / name).touch()
 
 
 def _staying_names(stream: Stream, top: Path, chance: random.Random) -> list[str]:
@@ -380,6 +387,9 @@ def main() -> None:
     threading.Thread(target=_listen, daemon=True).start()
     top = Path(directory)
     top.mkdir(exist_ok=True)
+    if kind == "listing":
+        _make_staying(top)
+    print("begins", flush=True)
     turns = PROGRAMS[kind](top, random.Random(int(seed)))
     print(json.dumps({"pid": os.getpid(), "turns": turns, "left": {} if kind in SHARING else left(top)}))
 

@@ -166,9 +166,11 @@ def test_nobody_notices_that_the_mount_process_is_killed(start_cluster: Any, pas
     victims = Victims(node.mountpoint / "victims", SEED)
     said: list[dict[str, Any]] = []
     try:
-        _wait(lambda: all(directory.is_dir() for directory in directories))
         failure: BaseException | None = None
         try:
+            for program in programs:
+                assert program.stdout is not None
+                assert program.stdout.readline() == "begins\n", f"{program.args!r} ended"
             _kill_again_and_again(node, programs, random.Random(SEED))
             _wait(node.answers)
         except BaseException as error:
