@@ -24,8 +24,8 @@ from ckptfs.cache.catalog_kv import COMPARES_MAX
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
 from ckptfs.cache.id_filter import IdFilter
-from ckptfs.cache.ids import ID_SIZE, SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, segment_made_at
-from ckptfs.cache.mount_db import AGREED_FACT, MADE_FACT, FileRow, MountDatabase
+from ckptfs.cache.ids import ID_SIZE, SEGMENT_WINDOW_SECONDS, InodeNumber, SegmentId, StoreId, Vid, segment_made_at
+from ckptfs.cache.mount_db import AGREED_FACT, MADE_FACT, FileRow, FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.segments import Segments
 from ckptfs.cache.versions import Versions
@@ -67,6 +67,8 @@ class SegmentSweep:
         self._swept = None if agreed is None else int(agreed)
         self._noted = self._swept
         self._in_use: set[InodeNumber] = set()
+        self._without_row: dict[InodeNumber, Vid] = {}
+        """Local versions that the last walk found, of files that have no row."""
         self.kept_count = 0
         """Segments nothing names that are kept all the same."""
 
@@ -150,17 +152,21 @@ class SegmentSweep:
         if self.kept_count != kept:
             log.warning("segments_kept count=%d: older than mount.db, and the catalog doesn't know them", self.kept_count)
         self._remove(gone)
+        await self._note_left()
         return len(gone)
 
     async def _unnamed(self, listing: bytes) -> list[SegmentId]:
         """Those that no version names, or most of them: the rest is found by the next sweeps. A damaged record ends it, for
         nobody knows what that one names."""
         named = IdFilter(len(listing) // ID_SIZE)
+        self._without_row.clear()
         if listing:
             async with aclosing(self._versions.walk_local_versions(self._store, tuple(VersionState))) as versions:
                 number = 0
-                async for _, version in versions:
+                async for vid, version in versions:
                     named.add(version.segment)
+                    if version.state is VersionState.LOCAL and self._database.file(version.ino) is None:
+                        self._without_row[version.ino] = vid
                     if (number := number + 1) % PAGE_COUNT == 0:
                         await trio.lowlevel.checkpoint()
         unnamed = []
@@ -171,6 +177,26 @@ class SegmentSweep:
             if segment not in named:
                 unnamed.append(segment)
         return unnamed
+
+    async def _note_left(self) -> None:
+        """Versions that only this store has, and that their files show without a row here. So it is with what was replaced by a
+        file of another node's, until that loses what it never synced to a power cut: then the older one is shown again, and is
+        to be protected."""
+        if not self._without_row:
+            return
+        with_row = {row.vid for row in self._database.files()}  # also under the number of the file that was replaced
+        for ino, vid in self._without_row.items():
+            if vid in with_row:
+                continue
+            async with self._open_files.alone(ino):
+                with contextlib.suppress(NoSuchName, DamagedData):
+                    inode, version = await self._namespace.inode(ino), await self._versions.version(vid)
+                    if inode.cur != vid or inode.open is not None or version is None or version.state is not VersionState.LOCAL:
+                        continue
+                    if self._open_files.get(ino) is None and self._database.file(ino) is None:
+                        now, segment = self._namespace.now_ns(), version.segment
+                        self._database.put_file(FileRow(ino, vid, segment, FileState.LOCAL, version.size, now, None, b""))
+                        log.info("file_shown_again inode=%d vid=%s", ino, vid.hex())
 
     def _is_younger_than_database(self, segment: SegmentId) -> bool:
         made_ns = int(self._database.fact(MADE_FACT) or 0)

@@ -646,6 +646,24 @@ async def test_a_clock_set_back_does_not_hide_a_power_cut_when_the_database_is_l
         await node.namespace.inode(InodeNumber(ino))
 
 
+@pytest.mark.parametrize("who", ["here", "there"])
+async def test_what_a_file_of_another_node_replaced_and_lost_again_is_protected(start_node: StartNode, who: str) -> None:
+    here, there = await start_node("a"), await start_node("b")
+    await here.save(b"name", b"what was there before")
+    ino, fh = await there.create(b"temporary")
+    await there.write(fh, b"not synced")
+    await (here if who == "here" else there).rename(b"temporary", b"name")
+    await here.settle()
+    await _sweep(here).sweep_rows()
+    assert await there.versions.drop_open_versions([(InodeNumber(ino), there.open_files.get(InodeNumber(ino)).vid)])
+    shown = await here.namespace.inode(InodeNumber(ino))
+    for _ in range(2):  # once is enough
+        await _sweep(here).sweep_segments()
+        (row,) = here.database.files()
+        assert (row.vid, row.state) == (shown.cur, FileState.LOCAL)
+    assert await here.content(ino) == b"what was there before"
+
+
 async def test_a_clock_set_back_does_not_make_a_new_database_older_than_segments(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,11 +86,19 @@ class Known:
         while len(self.history) > 1 and self.newest.home in (machine, None) and not self.newest.is_safe:
             lost = self.history.pop()
             self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
-        for older in reversed(self.history if len(self.history) < count else []):
-            self.undecided.append(older.shows)
-            if older.is_safe:
-                break  # one that had not become local when it was replaced is freed at once (R1)
+        if len(self.history) < count:
+            self.undecided += self.down_to_safe()
         self.changes += 1
+
+    def down_to_safe(self) -> list[Shows]:
+        """What it may show if the newest is lost, or what replaces it. One that had not become local when it was replaced is
+        freed at once (R1)."""
+        found: list[Shows] = []
+        for older in reversed(self.history):
+            found.append(older.shows)
+            if older.is_safe:
+                break
+        return found
 
     def store_lost(self, machine: int) -> None:
         """What only that machine had is gone for the others, who see what they have of what was there before, or an error."""

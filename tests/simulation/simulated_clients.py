@@ -312,8 +312,9 @@ class Clients:
                 known.doubted(Shows(None))
             return
         newest, undecided, lost_with, is_touched = before[-1], list(known.undecided), known.lost_with, known.is_touched
+        replaced = target.down_to_safe() if undecided else []
         target.settled(Saved(newest.shows, newest.home, newest.is_safe, newest.is_protected))
-        target.doubted(*undecided)
+        target.doubted(*undecided, *replaced)  # what is moved may turn out to be lost: then what it replaced is shown again
         target.lost_with, target.is_touched = lost_with, is_touched
         if node.machine.boot != boot:
             target.power_was_cut(node.machine.number)
