@@ -15,6 +15,8 @@ import pytest
 from ckptfs.fs.cli import run
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
+from ckptfs.fs.local_socket import call
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
 
@@ -93,6 +95,9 @@ def test_a_catalog_on_sqlite_is_rebuilt(start_cluster: Start, capsys: pytest.Cap
     (mounts[0] / "later" / "closed").write_bytes(b"only in its segment")
     behind, _, _ = wait_until([mounts[0] / "later" / "closed"], "local", 30.0, shown=False)
     assert not behind
+    # The catalog says so first, and the node's own index, which is what is found, a moment later.
+    mount = cluster.nodes[0].store / "run" / "mount.sock"
+    wait_for(lambda: call(mount, {"do": "status"})["open_files"] == 0, "the file is let go")
     cluster.kill(0)
     for path in cluster.directory.glob("catalog.db*"):
         path.unlink()

@@ -24,7 +24,7 @@ import shard_workload
 from ckptfs.cache import boot, mount_db, refusal_mark
 from ckptfs.cache.catalog_check import catalog_problems
 from ckptfs.cache.store import StoreDirectory
-from ckptfs.fs import mount_recovery
+from ckptfs.fs import last_use
 from ckptfs.fs.process_start import ignore_broken_leases
 from ckptfs.replication import small_copies
 from ckptfs.replication.errors import ShardNotFound
@@ -54,7 +54,7 @@ def another_boot(place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     boot_id = place / "boot_id"
     boot_id.write_text("another\n")
     monkeypatch.setattr(boot, "BOOT_ID", boot_id)
-    for module in (mount_db, mount_recovery, small_copies):
+    for module in (mount_db, last_use, small_copies):
         monkeypatch.setattr(module, "booted_at_seconds", lambda: time.time() + 60)
 
 
@@ -177,7 +177,7 @@ def check_files_in_the_same_boot(left: Path, number: int, marks: list[tuple[bool
 def test_files_of_a_store_that_was_set_back_in_the_same_boot(
     record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    for module in (mount_db, mount_recovery, small_copies):
+    for module in (mount_db, last_use, small_copies):
         monkeypatch.setattr(module, "booted_at_seconds", lambda: 0.0)
     assert not list(problems_of(record("file_workload.py", seed), seed, check_files_in_the_same_boot))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SEEDS = int(os.environ.get("CKPTFS_SIM_SEEDS", "150"))
+SEEDS = int(os.environ.get("CKPTFS_SIM_SEEDS", "1000"))
 ONLY = os.environ.get("CKPTFS_SIM_SEED", "")
 CANARY_SEEDS = 150
 PROCESSES = len(os.sched_getaffinity(0))
