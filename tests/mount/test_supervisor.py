@@ -59,7 +59,9 @@ def _programs(mountpoint: Path, *kinds: str) -> Iterator[None]:
         for number, kind in enumerate(kinds)
     ]
     try:
-        _wait(lambda: all((mountpoint / f"{kind}-{number}").is_dir() for number, kind in enumerate(kinds)))
+        for program in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "begins\n", f"{program.args!r} ended"
         yield
         for program in programs:
             output, errors = program.communicate("end\n", timeout=60)
