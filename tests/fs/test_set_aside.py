@@ -65,13 +65,18 @@ async def version_of(node: Any, ino: int) -> Vid:
     return Vid(vid)
 
 
-async def test_what_was_written_elsewhere_meanwhile_is_set_aside(start_node: Any) -> None:
+async def rewritten_while_lost(start_node: Any) -> tuple[Any, int, Vid]:
+    """A node that is back after its store was lost; a file of it that another node began to write meanwhile; and its version."""
     first, other = await start_node("a"), await start_node("b")
     ino = await first.save(b"f", b"mine")
     vid = await version_of(first, ino)
     await lose(first)
     await begin_anew(other, ino)
-    again = await start_node("a")
+    return await start_node("a"), ino, vid
+
+
+async def test_what_was_written_elsewhere_meanwhile_is_set_aside(start_node: Any) -> None:
+    again, ino, vid = await rewritten_while_lost(start_node)
     assert await returned(again).bring_back()
     assert await conflicts(again) == [b"%x-%b-f" % (ino, vid.hex()[:8].encode())]
     assert await again.versions.version(vid) is None
@@ -83,12 +88,7 @@ async def test_what_an_attempt_that_was_killed_has_set_aside_is_gone_on_with(
     start_node: Any, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
     """A second file of the same segment would lose its bytes with the first one."""
-    first, other = await start_node("a"), await start_node("b")
-    ino = await first.save(b"f", b"mine")
-    vid = await version_of(first, ino)
-    await lose(first)
-    await begin_anew(other, ino)
-    again = await start_node("a")
+    again, ino, vid = await rewritten_while_lost(start_node)
 
     def kill(*_: object) -> None:
         raise Killed
@@ -108,14 +108,8 @@ async def test_what_an_attempt_that_was_killed_has_set_aside_is_gone_on_with(
 
 async def test_what_is_not_there_any_more_ends(start_node: Any) -> None:
     """Else nobody would ever, and nothing that died after it began would be removed either."""
-    first, other = await start_node("a"), await start_node("b")
-    ino = await first.save(b"f", b"mine")
-    vid = await version_of(first, ino)
-    version = await first.versions.version(vid)
-    await lose(first)
-    await begin_anew(other, ino)
-    again = await start_node("a")
-    os.unlink(again.segments.path_of(version.segment))
+    again, _, vid = await rewritten_while_lost(start_node)
+    os.unlink(again.segments.path_of((await again.versions.version(vid)).segment))
     assert await returned(again).bring_back()
     assert await again.versions.version(vid) is None
     assert await catalog_problems(again.kv) == []
