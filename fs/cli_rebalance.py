@@ -9,7 +9,7 @@ import typer
 from ckptfs.fs.cli_errors import NotReached, Unreachable
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
 from ckptfs.fs.cli_status import places_for
-from ckptfs.fs.status import Place, place_of_path
+from ckptfs.fs.status import first_that_answers, place_of_path
 
 POLL_SECONDS = 0.5
 
@@ -22,7 +22,9 @@ def rebalance(
     as_json: JsonFlag = False,
 ) -> None:
     """Move shards from full nodes to empty ones, and wait for it. Exit code 1 if some could not be moved. Without WHERE: here."""
-    place = _first_that_answers(places_for(where) or [place_of_path(where or Path())])
+    place = first_that_answers(places_for(where) or [place_of_path(where or Path())], "agent")
+    if place is None:
+        raise Unreachable("no node's agent answers")
     life = place.ask("agent", {"do": "rebalance"})["life"]
     while (statistics := place.ask("agent", {"do": "status"})["rebalance"])["running"]:
         time.sleep(POLL_SECONDS)
@@ -44,16 +46,6 @@ def not_done(life: str, statistics: dict[str, Any]) -> str:
             "are they are safe"
         )
     return ""
-
-
-def _first_that_answers(places: list[Place]) -> Place:
-    for place in places:
-        try:
-            place.ask("agent", {"do": "ping"})
-        except Unreachable:
-            continue
-        return place
-    raise Unreachable("no node's agent answers")
 
 
 def _print(statistics: dict[str, Any]) -> None:

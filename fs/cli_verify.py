@@ -12,7 +12,7 @@ from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes,
 from ckptfs.fs.format_checks import check_format
 from ckptfs.fs.local_cluster import LocalCluster
 from ckptfs.fs.mount_table import mount_of
-from ckptfs.fs.status import Place, place_of_path, places_of_cluster, places_of_this_machine, walk_files
+from ckptfs.fs.status import Place, first_that_answers, place_of_path, places_of_cluster, places_of_this_machine, walk_files
 
 FILES_PER_REQUEST = 16
 ANSWER_SECONDS = 3600.0
@@ -93,21 +93,13 @@ def _targets(paths: list[Path] | None) -> list[tuple[Place, Path]]:
     found = []
     for path in paths:
         if mount_of(path) is None and LocalCluster.is_one(path):
-            place = _first_that_answers(places_of_cluster(LocalCluster(path)))
+            place = first_that_answers(places_of_cluster(LocalCluster(path)), "mount")
+            if place is None:
+                raise Unreachable("no node of this cluster answers; `ckptfs cluster up` starts them")
             found.append((place, place.mountpoint))
         else:
             found.append((place_of_path(path), path))
     return found
-
-
-def _first_that_answers(places: list[Place]) -> Place:
-    for place in places:
-        try:
-            place.ask("mount", {"do": "status"})
-        except Unreachable:
-            continue
-        return place
-    raise Unreachable("no node of this cluster answers; `ckptfs cluster up` starts them")
 
 
 def _verify_files(

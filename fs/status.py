@@ -160,6 +160,15 @@ def place_of_path(path: Path) -> Place:
     raise WrongUse(f"{path} lies in no ckptfs mount and is no cluster's directory")
 
 
+def first_that_answers(places: Iterable[Place], socket: str) -> Place | None:
+    """The first of them whose `mount` or `agent` answers, if any does."""
+    for place in places:
+        with contextlib.suppress(Unreachable):
+            place.ask(socket, {"do": "status"})
+            return place
+    return None
+
+
 def places_of_cluster(cluster: LocalCluster) -> list[Place]:
     return [Place(node.id, node.store, node.mountpoint) for node in cluster.nodes]
 

@@ -24,6 +24,7 @@ from ckptfs.fs.status import (
     PathStanding,
     Place,
     at_risk,
+    first_that_answers,
     in_order,
     local_node_of,
     node_status,
@@ -220,3 +221,11 @@ def test_a_process_that_is_started_again_is_asked_again(restarting: Place) -> No
 def test_a_process_that_nobody_starts_again_is_not_waited_for(restarting: Place) -> None:
     with pytest.raises(Unreachable, match="the mount process of node-0 does not answer"):
         restarting.ask("mount", {"do": "status"}, restart_seconds=1000.0)
+
+
+def test_the_first_node_that_answers_is_asked(restarting: Place) -> None:
+    with contextlib.suppress(Unreachable):
+        restarting.ask("mount", {"do": "status"}, restart_seconds=0.0)  # it takes its first request with it
+    gone = Place("node-9", restarting.store / "none", restarting.mountpoint)
+    assert first_that_answers([gone, restarting], "mount") == restarting
+    assert first_that_answers([gone], "agent") is None
