@@ -38,6 +38,8 @@ SCRATCH_PARENT = Path(os.environ.get("CKPTFS_TEST_DIRECTORY", "/var/tmp"))
 """A real disk: passthrough and leases are tested on what stores lie on, not on a /tmp in memory."""
 
 START_SECONDS = 60.0
+LINES_OF_A_LOG = 40
+"""How many of each are shown of a test that failed."""
 
 settings.register_profile("ckptfs", settings.default, deadline=None)  # an example that is slow here shows a busy machine
 settings.load_profile("ckptfs")
@@ -64,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: pytest.TestReport = yield  # type: ignore[assignment]
     _no_skip_in_ci(report)
+    if report.failed:
+        report.sections += _ends_of_logs(item)
     return report  # type: ignore[return-value]
 
 
@@ -80,6 +84,15 @@ def _no_skip_in_ci(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"skipped, which CI does not allow: {reason}"
+
+
+def _ends_of_logs(item: pytest.Item) -> list[tuple[str, str]]:
+    """What the nodes of the test logged last: a failure that comes once in a hundred runs tells all it can."""
+    found = []
+    for path in sorted(item.funcargs["scratch"].glob("cluster/*/log/*.log")) if "scratch" in item.funcargs else []:  # type: ignore[attr-defined]
+        lines = path.read_text(errors="replace").splitlines()[-LINES_OF_A_LOG:]
+        found.append((f"end of {path.parent.parent.name}/{path.name}", "\n".join(lines)))
+    return found
 
 
 def leftovers() -> list[str]:
