@@ -8,6 +8,7 @@ Write order: fsync of the segment with its label, then its directory, then the h
 """
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -78,12 +79,16 @@ class Sealer:
             except OSError as error:
                 results.append(SealFailed(candidate, error))
         try:
-            self._segments.sync_directories([candidate.segment for candidate in synced])
+            gone = self._segments.sync_names([candidate.segment for candidate in synced])
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 return results
             return results + [SealFailed(candidate, error) for candidate in synced]
         for candidate in synced:
+            if candidate.segment in gone:
+                if candidate.still_wanted():  # else its file was removed meanwhile
+                    results.append(SealFailed(candidate, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+                continue
             try:
                 sealed = self._hash(candidate)
             except OSError as error:
@@ -100,11 +105,11 @@ class Sealer:
         """
         try:
             os.fsync(candidate.descriptor)
-            self._segments.sync_directories([candidate.segment])
+            self._segments.sync_name(candidate.segment)
             before = os.fstat(candidate.descriptor)
             return self._hashed(candidate, before)
         except OSError as error:
-            return None if error.errno in NO_DESCRIPTOR else SealFailed(candidate, error)
+            return None if error.errno in NO_DESCRIPTOR or not candidate.still_wanted() else SealFailed(candidate, error)
 
     def _hash(self, candidate: SealCandidate) -> Sealed | None:
         before = os.fstat(candidate.descriptor)

@@ -185,16 +185,34 @@ class Segments:
                 found += b"".join(bytes.fromhex(name) for name in names if _HEX.fullmatch(name))
         return bytes(found)
 
-    def sync_directories(self, segments: list[SegmentId]) -> None:
-        """Make the names of these segments survive a power cut; each directory is synced once. Raises `OSError`: with one of
-        `NO_DESCRIPTOR` nothing failed."""
-        directories = {os.path.dirname(self.path_of(segment)) for segment in segments}
-        for directory in (*directories, self._directory) if directories else ():
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def sync_name(self, segment: SegmentId) -> None:
+        """Make the segment's name survive a power cut. Raises `OSError`: `FileNotFoundError` if its directory is gone, which goes
+        with its last segment; with one of `NO_DESCRIPTOR` nothing failed."""
+        if self.sync_names([segment]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path_of(segment))
+
+    def sync_names(self, segments: list[SegmentId]) -> set[SegmentId]:
+        """As `sync_name`; each directory is synced once. Those whose directory is gone are returned: the others are safe."""
+        inside: dict[str, set[SegmentId]] = {}
+        for segment in segments:
+            inside.setdefault(os.path.dirname(self.path_of(segment)), set()).add(segment)
+        gone: set[SegmentId] = set()
+        for directory, its_segments in inside.items():
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                _sync_directory(directory)
+            except FileNotFoundError:
+                gone |= its_segments
+        if inside:
+            _sync_directory(self._directory)
+        return gone
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def has_no_writer(descriptor: int) -> bool:

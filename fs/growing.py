@@ -307,7 +307,8 @@ class GrowingFiles:
         started_at, taken_ns, void_count = trio.current_time(), self._now_ns(), growth.void_count
 
         def still_wanted() -> bool:
-            return growth.void_count == void_count and file.state is FileState.OPEN and not self._stopped
+            is_there = self._open_files.get(file.ino) is file
+            return is_there and growth.void_count == void_count and file.state is FileState.OPEN and not self._stopped
 
         try:
             inode, _ = await existing_inode(self._kv, file.ino)

@@ -417,7 +417,7 @@ class OpenFiles:
         def run() -> None:
             if with_name:
                 os.fsync(descriptor)  # with its label
-                self._segments.sync_directories([segment])
+                self._segments.sync_name(segment)
             else:
                 os.fdatasync(descriptor)
 
@@ -426,6 +426,8 @@ class OpenFiles:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise
+            if isinstance(error, FileNotFoundError) and file.segment != segment:
+                return  # another took its place meanwhile, and the directory went with it
             self.sync_failed(file)
             log.error("sync_failed inode=%d segment=%s error=%s", file.ino, segment.hex(), error.strerror)
             raise

@@ -144,7 +144,7 @@ class ReturnedStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self._segments.sync_directories([version.segment])
+        self._segments.sync_name(version.segment)
         try:
             named = await self._namespace.name_file(nameless, version.segment, directory, name)
         except NameExists:  # made by an earlier attempt that was killed

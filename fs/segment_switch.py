@@ -54,7 +54,7 @@ class SegmentSwitch:
         descriptor = self._segments.create_from(segment, ino, os.fspath(copy.path), copy.identity)
         try:
             os.fsync(descriptor)
-            self._segments.sync_directories([segment])
+            self._segments.sync_name(segment)
             size, cell_size = os.fstat(descriptor).st_size, max(version.cell_size, 1)
             table = hash_cells(descriptor, cell_size, 0, -(-size // cell_size))
             if size != version.size or content_root(vid, size, cell_size, table) != version.root:

@@ -133,7 +133,7 @@ class Settler:
             assert file.segment is not None
             assert file.descriptor is not None
             file_of[file.vid] = file
-            wanted = _unmoved(file, file.generation)
+            wanted = self._is_unmoved(file)
             asked.append(SealCandidate(file.ino, file.vid, file.segment, file.descriptor, wanted))
         if not asked:
             return
@@ -212,6 +212,7 @@ class Settler:
             file.unsealable = True
             self._schedule(file, delay_seconds)
 
-
-def _unmoved(file: FileInUse, generation: int) -> Callable[[], bool]:
-    return lambda: file.generation == generation and not file.writers and file.orphan is None
+    def _is_unmoved(self, file: FileInUse) -> Callable[[], bool]:
+        """Whether it is, from now on: neither opened for writing, nor changed, nor removed. For a thread too."""
+        generation, files = file.generation, self._open_files
+        return lambda: file.generation == generation and not file.writers and file.orphan is None and files.get(file.ino) is file

@@ -144,6 +144,25 @@ def test_a_segment_whose_name_cannot_be_synced_has_failed(sealer: Sealer, add: A
     assert isinstance(failed.error, FileNotFoundError)
 
 
+def test_one_that_is_removed_meanwhile_with_its_directory_is_left_out_and_the_others_sealed(
+    sealer: Sealer, add: AddSegment, segments: Segments
+) -> None:
+    others = [add(b"x"), add(b"y")]
+    segment = SegmentId(bytes([0xEE] * 16))
+    descriptor = segments.create(segment, InodeNumber(9))
+    is_there = [True]
+
+    def removed_once_asked() -> bool:
+        segments.remove(segment)
+        return is_there.pop() if is_there else False
+
+    removed = SealCandidate(InodeNumber(9), Vid(bytes(16)), segment, descriptor, removed_once_asked)
+    results = sealer.seal([others[0], removed, others[1]])
+    assert [(type(result), result.candidate) for result in results] == [(Sealed, candidate) for candidate in others]
+    assert sealer.hash_prefix(removed) is None
+    os.close(descriptor)
+
+
 def test_one_sealer_seals_larger_and_smaller_ones_in_any_order(sealer: Sealer, add: AddSegment) -> None:
     """The buffer is used again: what a longer file left in it must not get into a shorter one's hash."""
     generator = random.Random(7)

@@ -122,11 +122,14 @@ def test_nothing_is_left_of_a_segment_whose_copy_is_not_there(segments: Segments
     assert os.listdir(tmp_path) == []
 
 
-def test_syncing_takes_any_number_and_needs_the_directories(segments: Segments, descriptor: int) -> None:
-    segments.sync_directories([])
-    segments.sync_directories([SEGMENT, SEGMENT])
+def test_syncing_takes_any_number_and_says_whose_directory_is_gone(segments: Segments, descriptor: int) -> None:
+    gone = SegmentId(bytes([0xEE] * 16))
+    assert segments.sync_names([]) == set()
+    assert segments.sync_names([SEGMENT, SEGMENT]) == set()
+    assert segments.sync_names([gone, SEGMENT, gone]) == {gone}
+    segments.sync_name(SEGMENT)
     with pytest.raises(FileNotFoundError):
-        segments.sync_directories([SegmentId(bytes([0xEE] * 16))])
+        segments.sync_name(gone)
 
 
 # The lease

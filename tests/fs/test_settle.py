@@ -17,7 +17,7 @@ from ckptfs.cache.catalog_kv import Compare, Operation, TransactionResult
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.checksum import cell_table, content_root
 from ckptfs.cache.errors import CatalogUnavailable
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, SegmentId, StoreId, new_segment_id
 from ckptfs.cache.inode_changes import AttributeChanges
 from ckptfs.cache.mount_db import FileState, MountDatabase
 from ckptfs.cache.namespace import Namespace
@@ -108,9 +108,9 @@ class Bench:
     async def begin(self) -> None:
         await self.namespace.format_if_empty(Settings(1, bytes(16), 4, 2, CELL))
 
-    async def file(self, name: bytes, content: bytes = b"content") -> FileInUse:
+    async def file(self, name: bytes, content: bytes = b"content", segment: SegmentId | None = None) -> FileInUse:
         """A file that was written and not yet closed."""
-        segment = new_segment_id()
+        segment = segment or new_segment_id()
         ino, _, vid = await self.namespace.create_file(InodeNumber(ROOT_INODE), name, 0o644, 0, 0, segment)
         descriptor = self.segments.create(segment, ino)
         file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, 5)
@@ -314,6 +314,29 @@ async def test_a_seal_the_disk_refuses_is_loud_final_and_nobody_else_s(bench: Be
     bench.settler.closed(broken)
     await bench.settler.settle_due(everything=True)  # the kernel would say now that all is well
     assert await bench.state(broken) is VersionState.OPEN
+
+
+async def test_a_file_that_is_removed_while_others_are_sealed_takes_none_of_them_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory of its segment goes with it, and none but its own was in there."""
+    removed, good = await bench.file(b"removed", segment=SegmentId(bytes([0xEE] * 16))), await bench.file(b"good")
+    for file in (removed, good):
+        bench.settler.closed(file)
+    sync_names = bench.segments.sync_names
+
+    def remove_first(segments: list[SegmentId]) -> set[SegmentId]:
+        assert removed.segment in segments
+        bench.open_files.drop(removed)
+        bench.segments.remove(removed.segment)
+        return sync_names(segments)
+
+    monkeypatch.setattr(bench.segments, "sync_names", remove_first)
+    await bench.settler.settle_due(everything=True)
+    assert await bench.state(good) is VersionState.LOCAL
+    assert not good.sync_failed
+    assert not removed.sync_failed
+    assert "seal_failed" not in caplog.text
 
 
 async def test_a_file_with_readers_stays_in_the_table(bench: Bench) -> None:
