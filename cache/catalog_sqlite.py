@@ -60,7 +60,7 @@ from ckptfs.cache.catalog_rows import (
     read_range,
     skip_revisions,
 )
-from ckptfs.cache.errors import CatalogCompacted, DamagedData, StoreError
+from ckptfs.cache.errors import CatalogCompacted, DamagedData, SessionEnded, StoreError
 from ckptfs.cache.kept_descriptors import open_existing
 from ckptfs.cache.record_cache import MISSING, NEIGHBOURS_SUFFIX_SIZE, RecordCache, Written
 from ckptfs.cache.session_fence import SessionFence
@@ -248,6 +248,39 @@ class SqliteCatalog:
             lambda connection, known: apply_changes(connection, known, compares, operations, session, changed, fence), changed
         )
 
+    def transact_together(
+        self, transactions: Sequence[tuple[Sequence[Compare], Sequence[Operation]]]
+    ) -> list[TransactionResult | SessionEnded] | None:
+        """What `transact` would give for each of them, one after the other, with one commit for all: it costs as much as what
+        is committed. None where that would take waiting: then nothing was changed, and `transact` waits."""
+        records = self._records
+        results: list[TransactionResult | SessionEnded] = []
+
+        def apply(connection: sqlite3.Connection) -> None:
+            records.refresh()
+            for compares, operations in transactions:
+                changed: dict[bytes, Written | None] = {}
+                try:
+                    result = apply_changes(connection, records, compares, operations, self.session, changed, self._fence)
+                except SessionEnded as ended:
+                    results.append(ended)
+                    continue
+                if result.succeeded:
+                    records.written(result.revision, changed)
+                results.append(result)
+
+        try:
+            transaction(self._connection, apply)
+        except BaseException as error:
+            records.forget()  # what was written for the next of them to be compared with
+            if isinstance(error, sqlite3.Error):
+                return None
+            raise
+        records.follow_commit()
+        self._count(len(transactions))
+        self.poke()
+        return results
+
     def fence_with(self, fence: SessionFence) -> None:
         self._fence = fence
 
@@ -291,9 +324,7 @@ class SqliteCatalog:
             self._waited += 1
             attempt = self._transact_on_full_drive if is_full(error) else self._transact_patiently
             result = await trio.to_thread.run_sync(attempt, apply, limiter=self._writer_limit)
-        self._transactions += 1
-        if self._transactions % WAL_LOOKED_AT_EVERY == 0:
-            self._maintenance.when_due(self._connection)
+        self._count(1)
         if result.succeeded:
             self.poke()
         else:
@@ -301,6 +332,12 @@ class SqliteCatalog:
             self._refused += 1
             await trio.lowlevel.cancel_shielded_checkpoint()
         return result
+
+    def _count(self, transactions: int) -> None:
+        before = self._transactions // WAL_LOOKED_AT_EVERY
+        self._transactions += transactions
+        if self._transactions // WAL_LOOKED_AT_EVERY != before:
+            self._maintenance.when_due(self._connection)
 
     def _transact_patiently(
         self, apply: Callable[[sqlite3.Connection, RecordCache | None], TransactionResult]

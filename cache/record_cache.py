@@ -133,12 +133,27 @@ class RecordCache:
     def committed(self, revision: int, changed: Mapping[bytes, Written | None]) -> None:
         """An own transaction was committed at this revision and left these keys so. Precondition: `refresh` was called under its
         write lock."""
+        if self.follow_commit():
+            self.written(revision, changed)
+
+    def follow_commit(self) -> bool:
+        """An own commit is over, and `refresh` was called under its write lock: whether what is kept holds all the same, because
+        nobody else committed since. Else it is forgotten."""
         header = self._map[:HEADER_SIZE]
         grown = (_CHANGE.unpack_from(header)[0] - _CHANGE.unpack_from(self.header)[0]) & 0xFFFFFFFF
         if grown != 1:
             self.refresh()
-            return
+            return False
         self.header = header
+        return True
+
+    def forget(self) -> None:
+        """Nothing that is kept holds."""
+        self.header = b""
+        self.refresh()
+
+    def written(self, revision: int, changed: Mapping[bytes, Written | None]) -> None:
+        """The newest revision is this one, and left these keys so."""
         self.newest = revision
         entries = self._entries
         for key, written in changed.items():

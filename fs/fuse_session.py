@@ -18,6 +18,7 @@ import logging
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -39,6 +40,8 @@ SPIN_SECONDS = 0.00006
 """At first the listener asks again and again: waking a sleeping thread took a quarter of the time of a small file."""
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
+HELD_REQUESTS_MAX = 32
+"""So many requests at most are handled before those that wait for a lull are gone on with without one: about a millisecond."""
 BACKGROUND_MAX = 64
 SMALL_REQUEST_SIZE = 4096
 """Has a buffer of its own: dozens of reads may wait for bytes from elsewhere, and each would hold a MiB."""
@@ -111,6 +114,29 @@ class SessionStatistics(NamedTuple):
     unexpected_errors: int
 
 
+class Lull:
+    """The moment when a session has read all that it was asked. Handlers may wait for it inside the session, which takes far less
+    than a turn of trio; those that do are then gone on with one after the other. What they have in common the first can do.
+
+    `is_ahead`: whether the code that runs now may wait for it, as a handler that has not waited for anything else."""
+
+    def __init__(self) -> None:
+        self.is_ahead = False
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield self
+
+
+class _Request(NamedTuple):
+    """One that waits for something. `unique` is the kernel's number for it, with its bit 63."""
+
+    header: RequestHeader
+    unique: int
+    buffer: bytearray
+    body: memoryview
+    handler: Coroutine[Any, Any, Answer | None]
+
+
 class _Waiting:
     """Awaits the rest of a coroutine that was begun by hand and waits: `trap` is what it waits for."""
 
@@ -136,7 +162,7 @@ class _Waiting:
 class FuseSession:
     """One process's turn at a FUSE connection. The descriptor is the caller's. `continues`: an earlier process had its turn;
     what it and the kernel agreed on is `negotiated`, None if it was killed before that. `on_pause` is called when nothing was
-    asked for a moment."""
+    asked for a moment. `lull` is what handlers wait for that wait for this session's."""
 
     def __init__(
         self,
@@ -149,6 +175,7 @@ class FuseSession:
         on_negotiated: Callable[[Negotiated], None],
         on_answered: Callable[[int], None] = lambda unique: None,
         on_pause: Callable[[], object] = lambda: None,
+        lull: Lull | None = None,
     ) -> None:
         if device >= 1024:
             raise ValueError("the device's descriptor must be one that select(2) can take")
@@ -160,6 +187,11 @@ class FuseSession:
         self._on_negotiated = on_negotiated
         self._on_answered = on_answered
         self._on_pause = on_pause
+        self._lull = lull or Lull()
+        self._held: deque[_Request] = deque()
+        """Those whose handlers wait for the lull, and when it has come, those that are still to be gone on with."""
+        self._is_lull = False
+        self._held_until = 0
         self._buffers: list[bytearray] = []
         self._poller = select.poll()
         self._poller.register(device, select.POLLIN)
@@ -190,11 +222,15 @@ class FuseSession:
                 log.error("requests_lost: this kernel can't send again what was not answered (Linux 6.9 is the first that can)")
         if not self._poller.poll(0):
             self.caught_up.set()
-        async with trio.open_nursery() as nursery:
-            for _ in range(WORKERS):
-                nursery.start_soon(self._work)
-            await self._ended.wait()
-            nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(WORKERS):
+                    nursery.start_soon(self._work)
+                await self._ended.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            while self._held:
+                self._held.popleft().handler.close()
 
     def notify(self, code: Notification, body: bytes = b"") -> None:
         """Send a message of our own. ENOENT (the kernel doesn't know the inode or name) is no error.
@@ -218,19 +254,30 @@ class FuseSession:
                 self._baton.release()
 
             try:
-                await trio.lowlevel.wait_readable(self._device)
+                if self._held:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                else:
+                    await trio.lowlevel.wait_readable(self._device)
                 turn_ends = time.monotonic() + INLINE_SECONDS_MAX
                 while holds:
-                    received = self._read()
-                    if received is not None:
-                        await self._handle(*received, give_up_baton)
+                    waits = None
+                    if self._is_lull:
+                        waits = self._go_on(self._held.popleft())
+                        self._is_lull = bool(self._held)
+                    elif (not self._held or self._requests < self._held_until) and (received := self._read()) is not None:
+                        waits = self._begin(*received)
+                    elif self._held:
+                        self._is_lull = True
                     elif self._ended.is_set():
                         break
                     elif not self._more_soon():
                         self.caught_up.set()
                         self._on_pause()
                         break
-                    if holds and time.monotonic() > turn_ends:
+                    if waits is not None:
+                        give_up_baton()
+                        await self._wait_for(*waits)
+                    elif time.monotonic() > turn_ends:
                         await trio.lowlevel.checkpoint()
                         turn_ends = time.monotonic() + INLINE_SECONDS_MAX
             finally:
@@ -264,48 +311,86 @@ class FuseSession:
                 return None
             raise
 
-    async def _handle(self, buffer: bytearray, length: int, on_wait: Callable[[], None]) -> None:
-        """`on_wait` is called once, at the moment the handler first waits; not at all if it never does."""
+    def _begin(self, buffer: bytearray, length: int) -> tuple[_Request, Any] | None:
+        """Handle a request until its handler waits in trio; for what, if it does."""
         header: RequestHeader = tuple.__new__(RequestHeader, _unpack_header(buffer))  # what `_make` does, in half the time
-        opcode, kernel_unique = header.opcode, header.unique
+        unique = header.unique
         self._requests += 1
         self._last_request = time.monotonic()
+        body = memoryview(buffer)[_HEADER_SIZE:length]
+        if unique & fuse.UNIQUE_RESEND:
+            header = header._replace(unique=unique & ~fuse.UNIQUE_RESEND)
         try:
-            with memoryview(buffer)[_HEADER_SIZE:length] as body:
-                handler = self._handlers.get(opcode)
-                if handler is None:
-                    if opcode != Opcode.INIT:
-                        raise OSError(errno.ENOSYS, "not implemented")
-                    answer: Answer | None = self._negotiate(body)
-                else:
-                    if kernel_unique & fuse.UNIQUE_RESEND:
-                        header = header._replace(unique=kernel_unique & ~fuse.UNIQUE_RESEND)
-                    coroutine: Any = handler(header, body)
-                    try:
-                        trap = coroutine.send(None)
-                    except StopIteration as stop:
-                        answer = stop.value
-                    else:
-                        on_wait()
-                        answer = await _Waiting(coroutine, trap)
-            if answer is None:
-                return
-            message: tuple[bytes, Answer] = _pack_answer(_ANSWER_SIZE + len(answer), 0, kernel_unique), answer
+            handler = self._handlers.get(header.opcode)
+            if handler is None:
+                if header.opcode != Opcode.INIT:
+                    raise OSError(errno.ENOSYS, "not implemented")
+                self._end(header, unique, buffer, body, self._negotiate(body))
+                return None
+            coroutine: Any = handler(header, body)
         except Exception as error:
-            number = errno_of(error)
-            if number is None:
-                self._unexpected_errors += 1
-                log.exception("request_failed opcode=%d inode=%d", opcode, header.nodeid)
-                number = errno.EIO
-            else:
-                if number == errno.EIO:
-                    self._errors.note(header, error)
-            message = fuse.error_reply(kernel_unique, number), b""
+            self._fail(header, unique, buffer, body, error)
+            return None
+        return self._go_on(_Request(header, unique, buffer, body, coroutine))
+
+    def _go_on(self, request: _Request) -> tuple[_Request, Any] | None:
+        """Run the handler until it has an answer, waits for the lull, or waits in trio; in that case for what."""
+        header, unique, buffer, body, handler = request
+        answer: Answer | None = None
+        failure: Exception | None = None
+        trap: Any = None
+        self._lull.is_ahead = True
+        try:
+            trap = handler.send(None)
+        except StopIteration as stop:
+            answer = stop.value
+        except Exception as error:
+            failure = error
         finally:
-            if len(buffer) == fuse.BUFFER_SIZE and len(self._buffers) < 4:
-                self._buffers.append(buffer)
-        self._answer(message)
+            self._lull.is_ahead = False
+        if trap is self._lull:
+            if not self._held:
+                self._held_until = self._requests + HELD_REQUESTS_MAX
+            self._held.append(request)
+        elif trap is not None:
+            return request, trap
+        elif failure is not None:
+            self._fail(header, unique, buffer, body, failure)
+        else:
+            self._end(header, unique, buffer, body, answer)
+        return None
+
+    async def _wait_for(self, request: _Request, trap: Any) -> None:
+        header, unique, buffer, body, handler = request
+        try:
+            answer = await _Waiting(handler, trap)
+        except Exception as error:
+            self._fail(header, unique, buffer, body, error)
+        else:
+            self._end(header, unique, buffer, body, answer)
+
+    def _end(self, header: RequestHeader, unique: int, buffer: bytearray, body: memoryview, answer: Answer | None) -> None:
+        self._let_go(buffer, body)
+        if answer is not None:
+            self._answer((_pack_answer(_ANSWER_SIZE + len(answer), 0, unique), answer))
+            self._on_answered(header.unique)
+
+    def _fail(self, header: RequestHeader, unique: int, buffer: bytearray, body: memoryview, error: Exception) -> None:
+        self._let_go(buffer, body)
+        number = errno_of(error)
+        if number is None:
+            self._unexpected_errors += 1
+            log.error("request_failed opcode=%d inode=%d", header.opcode, header.nodeid, exc_info=error)
+            number = errno.EIO
+        elif number == errno.EIO:
+            self._errors.note(header, error)
+        self._answer((fuse.error_reply(unique, number), b""))
         self._on_answered(header.unique)
+
+    def _let_go(self, buffer: bytearray, body: memoryview) -> None:
+        body.release()
+        if len(buffer) == fuse.BUFFER_SIZE and len(self._buffers) < 4:
+            self._buffers.append(buffer)
 
     def _answer(self, message: tuple[bytes, Answer]) -> None:
         try:

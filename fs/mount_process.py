@@ -49,7 +49,7 @@ from ckptfs.fs.file_content import FileContent
 from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_format import Notification
-from ckptfs.fs.fuse_session import FuseSession, Handler, Negotiated, not_servable
+from ckptfs.fs.fuse_session import FuseSession, Handler, Lull, Negotiated, not_servable
 from ckptfs.fs.ghost_handles import close_ghosts
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.home_calls import answer_as_message, from_message
@@ -88,6 +88,7 @@ from ckptfs.fs.segment_release import SaveSize, SegmentRelease
 from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
+from ckptfs.fs.shared_commits import SharedCommits
 from ckptfs.fs.space import Space, store_reserve
 from ckptfs.fs.upgrade import wait_for_turn
 from ckptfs.fs.what_if import WhatIf
@@ -174,7 +175,9 @@ class MountProcess:
     async def _run(self, stack: contextlib.ExitStack) -> None:
         store, config = self._store, self._config
         fence = await SessionFence.begin(self._kv, config.node_id, store.store_id, self._incarnation)
-        repeats = Repeats(self._kv, config.node_id, self._incarnation)
+        lull = Lull()
+        shared = None if self._catalog_file is None else SharedCommits(self._catalog_file, lull)
+        repeats = Repeats(self._kv, config.node_id, self._incarnation, None if shared is None else shared.transact)
         await repeats.load(self._database.files_in_use())
         namespace = Namespace(self._kv, store.store_id, self._incarnation, self._now_ns, changes=repeats.changes)
         versions = Versions(self._kv, store.store_id, self._incarnation, self._now_ns)
@@ -288,6 +291,7 @@ class MountProcess:
             on_negotiated=lambda agreed: self._negotiated(agreed, open_files),
             on_answered=answered,
             on_pause=self._database.settle_debts,
+            lull=lull,
         )
         if session.negotiated is not None:
             if not session.negotiated.resend:

@@ -11,7 +11,7 @@ an error is found again by carrying the request out: nothing was changed.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, CarriedOut, answer_key, answer_prefix, pack, unique_of_key, unpack
@@ -27,6 +27,8 @@ REMOVED_AT_ONCE = 8
 """Notes that one change removes: it adds one, so few are ever left, and the transaction stays short."""
 REMOVED_AT_START = 100
 
+Transact = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[TransactionResult]]
+
 _request: ContextVar[int | None] = ContextVar("request", default=None)
 """The number of the request whose change is to be noted; each worker of the session has its own."""
 
@@ -34,8 +36,10 @@ _request: ContextVar[int | None] = ContextVar("request", default=None)
 class Repeats:
     """The notes of one node's mount. `incarnation` names the FUSE connection: numbers of another one mean nothing on it."""
 
-    def __init__(self, kv: KeyValue, node: NodeId, incarnation: int) -> None:
+    def __init__(self, kv: KeyValue, node: NodeId, incarnation: int, transact: Transact | None = None) -> None:
+        """`transact`: that of the engine, or what takes its place for changes that are not noted."""
         self._kv = kv
+        self._transact = transact or kv.transact
         self._node = node
         self._incarnation = incarnation
         self._value = pack(CarriedOut(FORMAT_VERSION, incarnation))
@@ -95,7 +99,7 @@ class Repeats:
         """`KeyValue.transact`, with a note of the request it is for."""
         unique = _request.get()
         if unique is None:
-            return await self._kv.transact(compares, operations)
+            return await self._transact(compares, operations)
         removed, self._answered = self._answered[:REMOVED_AT_ONCE], self._answered[REMOVED_AT_ONCE:]
         note = Put(answer_key(self._node, unique), self._value)
         succeeded = False

@@ -4,9 +4,11 @@ The kernel's side is left out (no passthrough, no permission checks, no cache). 
 so that bytes of another node are unreachable. `kill` leaves what a killed process leaves: files, and nothing in memory.
 """
 
+import contextlib
 import errno
 import itertools
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -40,6 +42,7 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
+from ckptfs.fs.fuse_session import FuseSession, Handler, Lull
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.local_socket import LocalClient, serve
@@ -58,6 +61,7 @@ from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
+from ckptfs.fs.shared_commits import SharedCommits
 from ckptfs.fs.writers_elsewhere import WritersElsewhere
 from ckptfs.replication.codec import choose_codec
 from ckptfs.replication.errors import PeerUnreachable
@@ -105,6 +109,14 @@ def unpack_attributes(packed: bytes) -> Attributes:
     return Attributes(ino, size, mode, nlink, uid, gid, atime_ns, mtime_ns, ctime_ns, blocks, rdev)
 
 
+def _receive(end: socket.socket, answers: dict[int, tuple[int, bytes]]) -> None:
+    """All that is there."""
+    with contextlib.suppress(BlockingIOError):
+        while message := end.recv(fuse.BUFFER_SIZE):
+            _, error, unique = fuse.OUT_HEADER.unpack_from(message)
+            answers[unique] = -error, message[fuse.OUT_HEADER.size :]
+
+
 class Clock:
     """Wall time, as segments have it, that never stands still."""
 
@@ -143,13 +155,17 @@ class BareNode:
     catalog: Path
     set_back: SetBackMark
     lives: list["BareNode"]
+    lull: Lull
     alive: bool = True
+
+    def handlers(self) -> dict[int, Handler]:
+        return self.names.handlers() | self.files.handlers() | self.inodes.handlers()
 
     async def ask(
         self, opcode: int, ino: int, body: bytes = b"", *, unique: int | None = None, uid: int = 0, gid: int = 0
     ) -> bytes:
         """The answer to a request. The kernel is told it, unless the request has a number of its own: see `tell`."""
-        handlers = self.names.handlers() | self.files.handlers() | self.inodes.handlers()
+        handlers = self.handlers()
         number = next(self.uniques) if unique is None else unique
         header = RequestHeader(fuse.IN_HEADER.size + len(body), opcode, number, ino, uid, gid, 1, 0, 0)
         try:
@@ -159,6 +175,35 @@ class BareNode:
             if unique is None:
                 self.tell(number)
         return bytes(answer or b"")
+
+    async def ask_at_once(self, requests: dict[int, tuple[int, int, bytes]], answers: dict[int, tuple[int, bytes]]) -> None:
+        """Have a session read these requests, by number (opcode, inode, body), all of which are there when it begins. `answers`
+        is given what it answered, errno and body, also where this raises."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)
+            for unique, (opcode, ino, body) in requests.items():
+                theirs.send(fuse.IN_HEADER.pack(fuse.IN_HEADER.size + len(body), opcode, unique, ino, 0, 0, 1, 0, 0) + body)
+            session = FuseSession(
+                ours.fileno(),
+                self.handlers(),
+                allow_passthrough=False,
+                negotiated=None,
+                on_negotiated=lambda agreed: None,
+                on_answered=self.tell,
+                lull=self.lull,
+            )
+            try:
+                with trio.fail_after(60):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(session.run)
+                        while requests.keys() - answers.keys():
+                            await trio.lowlevel.wait_readable(theirs)
+                            _receive(theirs, answers)
+                        nursery.cancel_scope.cancel()
+            finally:
+                _receive(theirs, answers)
 
     def tell(self, unique: int) -> None:
         """The kernel takes the answer to the request of this number."""
@@ -302,7 +347,8 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
         store = StoreDirectory.create_or_open(tmp_path / name, NodeId(name))
         set_back = SetBackMark(store.store_id, store.uses)
         kv = SqliteCatalog.open(tmp_path / "catalog.db", writer_label=name)
-        repeats = Repeats(kv, NodeId(name), incarnation)
+        lull = Lull()
+        repeats = Repeats(kv, NodeId(name), incarnation, SharedCommits(kv, lull).transact)
         namespace = Namespace(kv, store.store_id, incarnation, now_ns, changes=repeats.changes)
         settings = await namespace.format_if_empty(Settings(FORMAT_VERSION, bytes(16), 4, 2, CELL))
         versions = Versions(kv, store.store_id, incarnation, now_ns)
@@ -409,6 +455,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 tmp_path / "catalog.db",
                 set_back,
                 nodes,
+                lull,
             )
         )
         return nodes[-1]

@@ -17,7 +17,7 @@ from ckptfs.cache import errors as cache
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_errors import ContentUnreachable, errno_of
 from ckptfs.fs.fuse_format import InitFlag, Opcode, RequestHeader
-from ckptfs.fs.fuse_session import READ_AHEAD_MAX, WORKERS, FuseSession, Handler, Negotiated
+from ckptfs.fs.fuse_session import HELD_REQUESTS_MAX, READ_AHEAD_MAX, WORKERS, FuseSession, Handler, Lull, Negotiated
 from ckptfs.fs.local_socket import NodeNotAnswering
 
 OFFERED = (
@@ -84,7 +84,11 @@ def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
 
     @asynccontextmanager
     async def run(
-        handlers: dict[int, Handler], *, allow_passthrough: bool = True, negotiated: Negotiated | None = None
+        handlers: dict[int, Handler],
+        *,
+        allow_passthrough: bool = True,
+        negotiated: Negotiated | None = None,
+        lull: Lull | None = None,
     ) -> AsyncIterator[tuple[Kernel, FuseSession]]:
         kernel = Kernel(ends[1])
         session = FuseSession(
@@ -95,6 +99,7 @@ def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
             negotiated=negotiated,
             on_negotiated=kernel.negotiated.append,
             on_answered=kernel.answered.append,
+            lull=lull,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(session.run)
@@ -430,6 +435,112 @@ async def test_a_session_that_ends_cancels_what_waits(serve: Serve) -> None:
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert gate.waiting == 1
     assert kernel.answered == []
+
+
+class Held:
+    """A handler that waits for the lull, then does what is wished for."""
+
+    def __init__(self, then: Handler = _echo) -> None:
+        self.lull = Lull()
+        self.then = then
+        self.begun: list[int] = []
+
+    async def __call__(self, header: RequestHeader, body: memoryview) -> bytes | bytearray | None:
+        self.begun.append(header.unique)
+        assert self.lull.is_ahead
+        await self.lull
+        return await self.then(header, body)
+
+
+async def test_those_that_wait_for_a_lull_are_gone_on_with_when_all_is_read(serve: Serve) -> None:
+    begun_before = []
+
+    async def note(header: RequestHeader, body: memoryview) -> bytes:
+        begun_before.append(len(held.begun))
+        return b"%d" % header.unique
+
+    held = Held(note)
+    async with serve({Opcode.CREATE: held, Opcode.WRITE: _echo}, lull=held.lull) as (kernel, _):
+        for unique in range(6):
+            kernel.send(Opcode.WRITE if unique == 3 else Opcode.CREATE, unique, b"%d" % unique)
+        assert [(await kernel.receive()) for _ in range(6)] == [(0, unique, b"%d" % unique) for unique in (3, 0, 1, 2, 4, 5)]
+    assert begun_before == [5] * 5
+
+
+async def test_one_that_goes_on_to_wait_for_something_else_holds_up_none_of_the_others(serve: Serve) -> None:
+    gate = Gate()
+
+    async def wait_or_fail(header: RequestHeader, body: memoryview) -> bytes:
+        assert held.lull.is_ahead
+        if header.unique == 2:
+            raise cache.NameExists("there")
+        if header.unique == 0:
+            await gate(header, body)
+            assert not held.lull.is_ahead
+        return b""
+
+    held = Held(wait_or_fail)
+    async with serve({Opcode.CREATE: held, Opcode.WRITE: _echo}, lull=held.lull) as (kernel, _):
+        for unique in range(4):
+            kernel.send(Opcode.CREATE, unique)
+        answers = [(await kernel.receive())[:2] for _ in range(3)]
+        assert answers == [(0, 1), (errno.EEXIST, 2), (0, 3)]
+        assert await kernel.ask(Opcode.WRITE, 4, b"w") == (0, 4, b"w")
+        assert gate.waiting == 1
+        gate.opened.set()
+        assert await kernel.receive() == (0, 0, b"")
+
+
+async def test_requests_without_end_are_no_reason_to_wait_for_a_lull_for_ever(serve: Serve) -> None:
+    asked = 0
+
+    async def followed(header: RequestHeader, body: memoryview) -> None:
+        nonlocal asked
+        asked += 1
+        if 1 not in kernel.answered:
+            kernel.send(Opcode.FORGET, 0)
+
+    async def count(header: RequestHeader, body: memoryview) -> bytes:
+        return b"%d" % asked
+
+    held = Held(count)
+    async with serve({Opcode.CREATE: held, Opcode.FORGET: followed}, lull=held.lull) as (kernel, _):
+        kernel.send(Opcode.CREATE, 1)
+        kernel.send(Opcode.FORGET, 0)
+        assert await kernel.receive() == (0, 1, b"%d" % HELD_REQUESTS_MAX)
+
+
+async def test_a_session_that_ends_lets_go_of_what_waits_for_a_lull(serve: Serve) -> None:
+    ended = False
+
+    class Ends(BaseException):
+        pass
+
+    async def end(header: RequestHeader, body: memoryview) -> bytes:
+        raise Ends
+
+    async def wait(header: RequestHeader, body: memoryview) -> bytes:
+        nonlocal ended
+        try:
+            await lull
+        finally:
+            ended = True
+        raise AssertionError("the session has ended")
+
+    lull, kernels = Lull(), []
+
+    async def ask() -> None:
+        async with serve({Opcode.CREATE: wait, Opcode.READ: end}, lull=lull) as (kernel, _):
+            kernels.append(kernel)
+            kernel.send(Opcode.CREATE, 1)
+            kernel.send(Opcode.READ, 2)
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await ask()
+    assert caught.group_contains(Ends)
+    assert ended
+    assert kernels[0].answered == []
 
 
 def test_a_descriptor_that_select_cannot_take_is_refused() -> None:

@@ -29,7 +29,7 @@ Request = tuple[int, int, bytes]
 """Opcode, inode, body."""
 
 STEPS: dict[Any, tuple[str, ...]] = {
-    SqliteCatalog: ("transact",),
+    SqliteCatalog: ("transact", "transact_together"),
     MountDatabase: (
         "put_file",
         "put_handle",
@@ -295,3 +295,39 @@ async def test_a_request_killed_at_any_step_is_as_one_that_was_not(start_node: S
         assert await _outcome(scene, what, answer) == expected, f"killed at half step {half_steps}"
         half_steps += 1
     assert half_steps > 0 or what == "fallocate"
+
+
+async def test_creates_that_share_a_commit_are_each_as_one_alone(start_node: StartNode, killer: Killer) -> None:
+    """Killed at any step: those that had no answer come again, and all three files are there."""
+    half_steps = 0
+    while True:
+        node = await start_node()
+        requests = {UNIQUE + number: _create(b"new%d" % number, os.O_RDWR | os.O_EXCL) for number in range(3)}
+        answers: dict[int, tuple[int, bytes]] = {}
+        killer.arm(half_steps)
+        try:
+            await node.ask_at_once(requests, answers)
+        except BaseExceptionGroup as group:
+            if group.split(Killed)[1] is not None:
+                raise
+        has_struck = killer.has_struck
+        killer.disarm()
+        if has_struck:
+            node.kill()
+            node = await start_node()
+            await node.ask_at_once({number: request for number, request in requests.items() if number not in answers}, answers)
+        assert {unique: error for unique, (error, _) in answers.items()} == dict.fromkeys(requests, 0)
+        for unique in requests:
+            await node.write(unique, b"%d" % unique)
+            await node.release(unique)
+        await node.settle()
+        for number, unique in enumerate(requests):
+            assert await node.content((await node.lookup(ROOT, b"new%d" % number)).ino) == b"%d" % unique
+        assert await catalog_problems(node.kv) == []
+        await Scene(node).clear()
+        assert node.segment_count() == 0
+        node.kill()
+        if not has_struck:
+            break
+        half_steps += 1
+    assert half_steps > 3 * 4  # each has a segment and a row of its own

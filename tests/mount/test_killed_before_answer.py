@@ -33,14 +33,14 @@ import os as _os
 import signal as _signal
 from pathlib import Path as _Path
 
-_handled, _answered = FuseSession._handle, FuseSession._answer
+_begun, _answered = FuseSession._begin, FuseSession._answer
 _opcodes: dict[int, int] = {}
 
 
-async def _noting(self, buffer, length, on_wait):
+def _noting(self, buffer, length):
     header = RequestHeader._make(fuse.IN_HEADER.unpack_from(buffer))
     _opcodes[header.unique] = header.opcode
-    await _handled(self, buffer, length, on_wait)
+    return _begun(self, buffer, length)
 
 
 def _dying(self, message):
@@ -57,7 +57,7 @@ def _dying(self, message):
     _answered(self, message)
 
 
-FuseSession._handle, FuseSession._answer = _noting, _dying
+FuseSession._begin, FuseSession._answer = _noting, _dying
 """
 
 HOLDING = """
