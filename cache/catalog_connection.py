@@ -46,6 +46,8 @@ def connect(path: str) -> sqlite3.Connection:
         connection = connect_read_only(Path(path))
     else:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False)
+    # A damaged record's field may have become text that is none; it is to be found wrong, and not to fail what else is read.
+    connection.text_factory = _lenient_text
     try:
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
@@ -55,6 +57,10 @@ def connect(path: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _lenient_text(field: bytes) -> str:
+    return field.decode(errors="replace")
 
 
 def prepare(path: str) -> sqlite3.Connection:

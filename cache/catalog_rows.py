@@ -164,7 +164,8 @@ def is_right(key: bytes, value: bytes, check_sum: int) -> bool:
 
 def _checked(row: Row) -> Entry:
     key, value, created, modified, check_sum = row
-    if not is_right(key, value, check_sum):
+    if not (is_right(key, value, check_sum) and type(created) is type(modified) is int):
+        key = key if isinstance(key, bytes) else b""  # nobody can tell then where to go on
         raise DamagedRecord(key, f"the catalog's record {key!r} fails its checksum; other files are not touched by that")
     return Entry(key, value, created, modified)
 

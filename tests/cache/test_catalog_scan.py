@@ -52,3 +52,22 @@ async def test_damaged_records_are_passed_over_where_that_is_asked_for(
     with pytest.raises(DamagedRecord) as caught:
         await keys_of(catalog, None, page_count)
     assert caught.value.key == min(bad)
+
+
+@pytest.mark.parametrize("field", ["value", "create_rev", "mod_rev", "check_sum"])
+@pytest.mark.parametrize("became", ["CAST(x'ff00fe' AS TEXT)", "'words'", "NULL", "0.5", "x'ff'"])
+async def test_a_record_whose_field_became_something_else_is_passed_over(catalog: SqliteCatalog, field: str, became: str) -> None:
+    """In a damaged page a field may be of any type, and text that is no UTF-8 fails the statement that reads it."""
+    with closing(sqlite3.connect(catalog.path)) as database, database:
+        database.execute("PRAGMA ignore_check_constraints=ON")
+        (made,) = database.execute("SELECT sql FROM sqlite_master WHERE name = 'kv'").fetchone()
+        database.execute("PRAGMA writable_schema=ON")
+        database.execute("UPDATE sqlite_master SET sql = ? WHERE name = 'kv'", (made.replace("NOT NULL", "").replace("STRICT", ""),))
+    with closing(sqlite3.connect(catalog.path)) as database, database:
+        database.execute(f"UPDATE kv SET {field} = {became} WHERE key = ?", (KEYS[3],))
+    found: set[bytes] = set()
+    assert await keys_of(catalog, found, 7) == [key for key in KEYS if key != KEYS[3]]
+    assert found == {KEYS[3]}
+    with pytest.raises(DamagedRecord):
+        await catalog.get(KEYS[3])
+    assert (await catalog.get(KEYS[4])) is not None
