@@ -4,6 +4,7 @@ A store's record is permanent: commits compare it (R10), so its revision changes
 """
 
 from collections.abc import Mapping
+from contextlib import aclosing
 from functools import partial
 
 import msgspec
@@ -24,8 +25,12 @@ from ckptfs.cache.catalog_format import (
 )
 from ckptfs.cache.catalog_kv import KeyValue, Put, Unchanged
 from ckptfs.cache.catalog_records import commit, repeated
-from ckptfs.cache.errors import StoreError
+from ckptfs.cache.catalog_scan import scan
+from ckptfs.cache.errors import DamagedData, DamagedRecord, StoreError
 from ckptfs.cache.ids import NodeId, StoreId
+
+UNREADABLE = 0
+"""In the place of the revision of a store's record that is damaged: no transaction names one that has it."""
 
 SESSION_SECONDS = 10
 """For how long a session on etcd goes on that is not renewed; one that ended makes its store *suspect* (R15)."""
@@ -103,8 +108,26 @@ async def _attempt_state(kv: KeyValue, store: StoreId, state: StoreState, change
 
 
 async def stores(kv: KeyValue) -> dict[StoreId, tuple[Store, int]]:
-    """Every store that ever joined, with its record's revision."""
-    return {store_of_key(entry.key): (unpack(Store, entry.value), entry.mod_revision) for entry in await kv.range(STORE_PREFIX)}
+    """Every store that ever joined, with its record's revision.
+
+    One whose record is damaged is there as well, `UNREADABLE`: a member without an address, for what it holds is not gone.
+    """
+    damaged: set[bytes] = set()
+    try:
+        entries = await kv.range(STORE_PREFIX)
+    except DamagedRecord:
+        async with aclosing(scan(kv, STORE_PREFIX, damaged=damaged)) as others:
+            entries = [entry async for entry in others]
+    found = {}
+    for entry in entries:
+        try:
+            found[store_of_key(entry.key)] = unpack(Store, entry.value), entry.mod_revision
+        except DamagedData:
+            damaged.add(entry.key)
+    for key in damaged:
+        store = store_of_key(key)
+        found[store] = Store(FORMAT_VERSION, NodeId(f"damaged-{store.hex()[:8]}"), StoreState.IN, "", ""), UNREADABLE
+    return found
 
 
 async def begin_session(kv: KeyValue, node: NodeId, store: StoreId, incarnation: int) -> int:

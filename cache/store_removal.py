@@ -19,13 +19,13 @@ from ckptfs.cache.catalog_format import (
     unpack,
     vid_of_key,
 )
-from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Put, Unchanged
+from ckptfs.cache.catalog_kv import Compare, KeyValue, Operation, Present, Put, Unchanged
 from ckptfs.cache.catalog_records import Conflict, commit, existing_inode
 from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.errors import DamagedRecord, NoSuchName, StoreError
 from ckptfs.cache.ids import InodeNumber, NodeId, StoreId, Vid
 from ckptfs.cache.lost_stores import HOME_ONLY
-from ckptfs.cache.store_registry import stores
+from ckptfs.cache.store_registry import UNREADABLE, stores, stores_with_session
 
 
 class HoldsTheOnly(StoreError):
@@ -50,8 +50,10 @@ async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeN
     if not mine:
         raise NoSuchName(f"the cluster has no node {node}")
     session = await kv.get(session_key(node))
-    up = None if session is None else unpack(Session, session.value).store
-    down = {store: found for store, found in mine.items() if store != up}
+    up = set() if session is None else {unpack(Session, session.value).store}
+    if any(revision == UNREADABLE for _, revision in mine.values()):
+        up |= await stores_with_session(kv)  # whose it is stands in the record
+    down = {store: found for store, found in mine.items() if store not in up}
     if not down:
         raise StoreError(f"{node} is up: stop it first (`ckptfs umount` there); nothing was changed")
     going = {store: found for store, found in down.items() if found[0].state is StoreState.LOST} or down
@@ -65,7 +67,7 @@ async def remove_node(kv: KeyValue, node: NodeId, *, force: bool) -> list[InodeN
     for store, (record, revision) in going.items():
         # A lost store's files were rolled back; those of one that was not are by the leader, which sees that it isn't settled.
         settled = record.state is StoreState.LOST and record.settled
-        compares.append(Unchanged(store_key(store), revision))
+        compares.append(Present(store_key(store)) if revision == UNREADABLE else Unchanged(store_key(store), revision))
         operations.append(Put(store_key(store), pack(msgspec.structs.replace(record, state=StoreState.REMOVED, settled=settled))))
     try:
         await commit(kv, compares, operations)

@@ -122,9 +122,9 @@ async def end_left_sessions(kv: SqliteCatalog) -> int:
     records = await stores(kv) if found else {}
     ended = 0
     for node, session in found.items():
-        if session.store not in records:
+        directory = records[session.store][0].directory if session.store in records else ""
+        if not directory:  # the record is not there, or damaged
             continue
-        directory = records[session.store][0].directory
         try:
             if StoreDirectory(Path(directory), session.store, node).is_in_use():
                 continue

@@ -14,6 +14,7 @@ import trio
 
 from ckptfs.cache.catalog_format import NO_STORE, NODE_DOMAIN, Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.cache.store_registry import UNREADABLE
 from ckptfs.replication.errors import PeerRefused, PeerUnreachable, RefusalReason, ReplicationError
 from ckptfs.replication.placement import Candidate
 
@@ -30,7 +31,8 @@ FOR_AN_OPERATOR = (RefusalReason.VERSION, RefusalReason.WRONG_PEER)
 class Member(NamedTuple):
     """One store as it stands. `revision` is that of its catalog record: a commit compares it. `has_session`: its node is up, the
     catalog says. `settled`: what only this lost store had was rolled back. `free_bytes` as of the last answer, 0 if it never
-    answered. `refusal`: what it said if it is up and doesn't talk to this node, for an operator to mend."""
+    answered. `refusal`: what it said if it is up and doesn't talk to this node, for an operator to mend. `unreadable`: its record
+    in the catalog is damaged; what is said of it here is what stood there before, or nothing (`UNREADABLE`)."""
 
     store: StoreId
     node: NodeId
@@ -44,6 +46,7 @@ class Member(NamedTuple):
     is_suspect: bool = False
     settled: bool = False
     refusal: str = ""
+    unreadable: bool = False
 
     @property
     def standing(self) -> str:
@@ -56,7 +59,7 @@ class Member(NamedTuple):
 
     @property
     def takes_shards(self) -> bool:
-        return self.live and self.state is StoreState.IN and not self.is_suspect
+        return self.live and self.state is StoreState.IN and not self.is_suspect and self.revision != UNREADABLE
 
 
 class _Answer(NamedTuple):
@@ -99,18 +102,24 @@ class Members:
         self._answers: dict[StoreId, _Answer] = {}
         self._live_before: frozenset[StoreId] = frozenset()
         self._changed_at_seconds = trio.current_time()
+        self._unreadable: frozenset[StoreId] = frozenset()
         self._refreshing = trio.Lock()
 
     async def refresh(self, *, everyone: bool = False) -> list[Member]:
         """All stores of the catalog, asked again where the last answer is too old, or `everyone`. Raises `CatalogUnavailable`."""
         async with self._refreshing:
-            self._stores = await self._list_stores()
+            self._stores = self._without_damage(await self._list_stores())
             if self._list_sessions is not None:
                 self._with_session = await self._list_sessions()
             now = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for store, (record, _) in self._stores.items():
-                    if store != self.own_store and not record.state.is_gone and (everyone or self._is_old(store, now)):
+                    if (
+                        store != self.own_store
+                        and record.address
+                        and not record.state.is_gone
+                        and (everyone or self._is_old(store, now))
+                    ):
                         nursery.start_soon(self._ask, store, record.address)
             members = self.known()
             live = frozenset(member.store for member in members if member.live)
@@ -175,6 +184,16 @@ class Members:
         answer = self._answers.get(store)
         return answer.error if answer else ""
 
+    def _without_damage(self, found: dict[StoreId, tuple[Store, int]]) -> dict[StoreId, tuple[Store, int]]:
+        """What a damaged record said while it could be read holds on."""
+        unreadable = frozenset(store for store, (_, revision) in found.items() if revision == UNREADABLE)
+        for store in unreadable - self._unreadable:
+            logger.critical(
+                "store-record-damaged store=%s: what is known of it stays, its node can't be started again", store.hex()
+            )
+        self._unreadable = unreadable
+        return {store: self._stores.get(store, one) if store in unreadable else one for store, one in found.items()}
+
     def _is_old(self, store: StoreId, now: float) -> bool:
         answer = self._answers.get(store)
         if answer is None:
@@ -223,6 +242,7 @@ class Members:
             is_suspect,
             record.settled,
             refusal,
+            store in self._unreadable,
         )
 
 

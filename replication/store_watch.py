@@ -106,10 +106,12 @@ class StoreWatch:
         now = trio.current_time()
         self._suspect_since = {one.store: self._suspect_since.get(one.store, now) for one in away}
         for one in away:
+            if one.unreadable:
+                continue  # nothing can be written into it: an operator has to say so
             if now - self._suspect_since[one.store] >= self._repair_after_seconds and await self._declare(one):
                 await self._members.refresh()
         for member in self._members.known():
-            if member.state.is_gone and not member.settled:
+            if member.state.is_gone and not member.settled and not member.unreadable:
                 await self._roll_back(member)
                 await self._members.refresh()
 
@@ -157,6 +159,13 @@ def store_problems(members: Sequence[Member], parity_shards: int, repair_after_s
         problems.append(
             f"{names}: suspect, {'its' if len(away) == 1 else 'their'} session in the catalog has ended; after"
             f" {repair_after_seconds:g} s it is declared lost, and files whose newest content only it had are rolled back"
+        )
+    if unreadable := sorted(f"{member.node} ({member.store.hex()})" for member in members if member.unreadable):
+        problems.append(
+            f"{', '.join(unreadable)}: its record in the catalog is damaged. What it holds is not touched, and goes on being"
+            " used where that is known; its node can't be started again. Bring the catalog back from a copy; or end its node,"
+            " take that store out (`ckptfs nodes remove NAME`, with its name in `nodes list`) and start the machine with an empty"
+            " one"
         )
     if lost := sorted(str(member.node) for member in members if member.state is StoreState.LOST):
         problems.append(

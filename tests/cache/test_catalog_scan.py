@@ -62,7 +62,9 @@ async def test_a_record_whose_field_became_something_else_is_passed_over(catalog
         database.execute("PRAGMA ignore_check_constraints=ON")
         (made,) = database.execute("SELECT sql FROM sqlite_master WHERE name = 'kv'").fetchone()
         database.execute("PRAGMA writable_schema=ON")
-        database.execute("UPDATE sqlite_master SET sql = ? WHERE name = 'kv'", (made.replace("NOT NULL", "").replace("STRICT", ""),))
+        database.execute(
+            "UPDATE sqlite_master SET sql = ? WHERE name = 'kv'", (made.replace("NOT NULL", "").replace("STRICT", ""),)
+        )
     with closing(sqlite3.connect(catalog.path)) as database, database:
         database.execute(f"UPDATE kv SET {field} = {became} WHERE key = ?", (KEYS[3],))
     found: set[bytes] = set()

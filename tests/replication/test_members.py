@@ -8,6 +8,7 @@ from trio.testing import MockClock
 
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Store, StoreState
 from ckptfs.cache.ids import NodeId, StoreId
+from ckptfs.cache.store_registry import UNREADABLE
 from ckptfs.replication.errors import PeerUnreachable
 from ckptfs.replication.members import Members, candidates
 
@@ -109,3 +110,18 @@ async def test_a_store_that_was_lost_does_not_count_as_live_though_it_answered_o
     lost = known.member(PEER)
     assert lost is not None
     assert (lost.live, lost.state.is_gone, known.is_known_dead(PEER)) == (False, True, True)
+
+
+async def test_a_record_that_was_damaged_says_what_it_said_before(autojump_clock: MockClock) -> None:
+    peers = Peers()
+    known, new = members(peers), members(peers)
+    before = await known.refresh()
+    for store in (OWN, PEER):
+        peers.records[store] = Store(FORMAT_VERSION, NodeId("damaged"), StoreState.IN, "", ""), UNREADABLE
+    assert [member._replace(unreadable=False) for member in await known.refresh()] == before
+    assert [member.store for member in known.known() if member.unreadable] == [OWN, PEER]
+    peers.asked.clear()
+    found = await new.refresh(everyone=True)
+    assert peers.asked == [OTHER], "nobody knows where it is"
+    assert [member.takes_shards for member in found] == [False, False, False]
+    assert [member.state.is_gone for member in found] == [False, False, False]

@@ -4,7 +4,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from ckptfs.cache.catalog_format import Settings, StoreState
+from ckptfs.cache.catalog_format import Settings, StoreState, store_key
+from ckptfs.cache.catalog_kv import Put
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.errors import CatalogUnavailable
 from ckptfs.cache.ids import ROOT_INODE, NodeId, StoreId, new_segment_id
@@ -196,3 +197,16 @@ async def test_what_only_a_lost_store_had_is_rolled_back_and_counted(cluster: Cl
     await cluster.run(AFTER + 5)
     assert (await tree.inode(made.ino)).lost
     assert cluster.watch.statistics.files_lost == 1
+
+
+@pytest.mark.parametrize("cluster", [(9, {})], indirect=True)
+async def test_a_damaged_record_keeps_no_other_store_from_being_declared_lost(
+    autojump_clock: MockClock, cluster: Cluster
+) -> None:
+    await cluster.kv.transact([], [Put(store_key(store_id(3)), b"nonsense")])
+    await cluster.down(3, 5)
+    await cluster.run(AFTER + 5)
+    standings = await cluster.standings()
+    assert (standings[3], standings[5]) == ("suspect", "lost")
+    (problem,) = [line for line in store_problems(cluster.members.known(), 2, AFTER) if "is damaged" in line]
+    assert problem.startswith("n3 (04040404")
