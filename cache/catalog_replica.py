@@ -9,13 +9,14 @@ It is fed by etcd's watch: one revision, one transaction, its number with it (R1
 revision, which lags by the watch, about a millisecond. Where that isn't enough, `catch_up` first: the barrier of R6, one for all
 who ask before it is sent. A transaction returns when the replica has it, so everybody sees their own.
 
-It holds nothing of its own: a file that is damaged, of another catalog, or too old for etcd's history is made anew.
+It holds nothing of its own: a file that is damaged, of another catalog, or too old for etcd's history is made anew. On a drive
+that is full, or takes no writes, it goes on in memory, for deleting needs it too; the file stays what it was until there is room.
 """
 
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ import trio
 
 from ckptfs.cache.catalog_etcd import EtcdCatalog
 from ckptfs.cache.catalog_kv import COMPARES_MAX, Compare, Entry, Event, Operation, TransactionResult, prefix_end
-from ckptfs.cache.catalog_rows import is_right
+from ckptfs.cache.catalog_rows import Row, is_right
+from ckptfs.cache.drive_refusal import is_refusal
 from ckptfs.cache.errors import CatalogCompacted, CatalogReplaced, CatalogUnavailable, DamagedData
+from ckptfs.cache.reserve import room_at
 from ckptfs.cache.session_fence import SessionFence
+from ckptfs.cache.sqlite_full import is_full
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +39,11 @@ LAYOUT_VERSION = 1
 ROWS_INLINE = 1_000
 LAG_SECONDS_MAX = 30.0
 RETRY_SECONDS = 1.0
+FILE_RETRY_SECONDS = 30.0
+"""How often a replica in memory is tried to be put into its file again."""
+
 CHECKPOINT_PAGES = 4096
+PAGE_BYTES = 4096
 
 _SCHEMA = f"""
 CREATE TABLE kv(key BLOB PRIMARY KEY, value BLOB NOT NULL, create_rev INTEGER NOT NULL, mod_rev INTEGER NOT NULL,
@@ -53,6 +61,8 @@ _PUT = (
     " check_sum=excluded.check_sum"
 )
 _SET = "UPDATE meta SET value=? WHERE name=?"
+_META = "SELECT name, value FROM meta"
+_ALL = "SELECT key, value, create_rev, mod_rev, check_sum FROM kv"
 
 EventListener = Callable[[list[Event]], None]
 CommitListener = Callable[[int], None]
@@ -69,6 +79,7 @@ class ReplicatedCatalog:
         self._path = path
         self.on_events: EventListener | None = None
         self.on_commit: CommitListener | None = None
+        self._in_memory = False
         self._connection = self._opened()
         self._revision = self._loaded_revision()
         self._advanced = trio.Event()
@@ -76,6 +87,7 @@ class ReplicatedCatalog:
         self._barriers_asked = 0
         self._barriers_done = 0
         self._reload = False
+        self._to_file = False
         self._following = trio.CancelScope()
         self._running: trio.CancelScope | None = None
         self._ended = trio.Event()
@@ -84,6 +96,20 @@ class ReplicatedCatalog:
 
     def _opened(self) -> sqlite3.Connection:
         try:
+            return self._file()
+        except sqlite3.OperationalError as error:
+            if not _takes_nothing(error):
+                raise
+            self._note_memory(error)
+            return _memory()
+
+    def _note_memory(self, error: sqlite3.Error) -> None:
+        log.warning("replica_in_memory path=%s reason=%s: until the drive takes it", self._path, error)
+        self._in_memory = True
+
+    def _file(self) -> sqlite3.Connection:
+        """The file, made if it isn't there or can't be used. Raises `sqlite3.OperationalError` where the drive takes nothing."""
+        try:
             connection = self._connected()
             (layout,) = connection.execute("PRAGMA user_version").fetchone()
             if layout == LAYOUT_VERSION:
@@ -91,6 +117,8 @@ class ReplicatedCatalog:
                 return connection
             connection.close()
         except sqlite3.DatabaseError as error:
+            if _takes_nothing(error):
+                raise
             log.warning("replica_made_anew path=%s error=%s", self._path, error)
         self._remove()
         connection = self._connected()
@@ -110,7 +138,7 @@ class ReplicatedCatalog:
         return connection
 
     def _loaded_revision(self) -> int:
-        meta = dict(self._connection.execute("SELECT name, value FROM meta"))
+        meta = dict(self._connection.execute(_META))
         return int(meta["revision"]) if meta["catalog"] == self._origin.name else 0
 
     @property
@@ -236,6 +264,7 @@ class ReplicatedCatalog:
             async with trio.open_nursery() as nursery:
                 self._running = nursery.cancel_scope
                 nursery.start_soon(self._feed)
+                nursery.start_soon(self._leave_memory)
                 await self.catch_up()
                 task_status.started()
         finally:
@@ -244,6 +273,8 @@ class ReplicatedCatalog:
     async def _feed(self) -> None:
         while True:
             try:
+                if self._to_file:
+                    await self._try_file()
                 if not self._revision or self._reload:
                     await self._load()
                 await self._follow()
@@ -258,11 +289,64 @@ class ReplicatedCatalog:
                 self.trouble = str(error)
                 log.warning("replica_not_fed reason=%s", error)
                 await trio.sleep(RETRY_SECONDS)
+            except sqlite3.OperationalError as error:
+                if self._in_memory or not _takes_nothing(error):
+                    raise
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._note_memory(error)
+                await self._use(_memory)
+
+    async def _use(self, make: Callable[[], sqlite3.Connection]) -> None:
+        """Another database with the content of this one, at the same revision, so that no event is missed by it; in a thread."""
+        connection = await trio.to_thread.run_sync(self._copied, make)
+        self._connection.close()
+        self._connection = connection
+
+    def _copied(self, make: Callable[[], sqlite3.Connection]) -> sqlite3.Connection:
+        meta = dict(self._connection.execute(_META))
+        connection = make()
+        try:
+            _fill(connection, self._connection.execute(_ALL), meta)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _leave_memory(self) -> None:
+        while True:
+            await trio.sleep(FILE_RETRY_SECONDS)
+            if self._in_memory and self._has_room():
+                self._to_file = True
+                self._following.cancel()  # the feeder does it: nothing may change meanwhile
+
+    def _has_room(self) -> bool:
+        """Whether the file and its log fit, and not just so."""
+        (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
+        return room_at(self._path.parent).free_bytes > (3 * int(pages) + CHECKPOINT_PAGES) * PAGE_BYTES
+
+    async def _try_file(self) -> None:
+        self._to_file = False
+        try:
+            await self._use(self._file)
+        except sqlite3.OperationalError as error:
+            if not _takes_nothing(error):
+                raise
+            return
+        self._in_memory = False
+        log.info("replica_in_its_file_again path=%s", self._path)
 
     async def _load(self) -> None:
         entries, revision = await self._origin.range_at(b"", first=b"")
         rows = [(e.key, e.value, e.create_revision, e.mod_revision, crc32(e.value, crc32(e.key))) for e in entries]
-        await trio.to_thread.run_sync(self._replace, rows, revision)
+        if self._in_memory:
+            meta: dict[str, str | int] = {"revision": revision, "catalog": self._origin.name}
+            memory = _memory()
+            await trio.to_thread.run_sync(_fill, memory, rows, meta)
+            self._connection.close()
+            self._connection = memory
+        else:
+            await trio.to_thread.run_sync(self._replace, rows, revision)
         self._reload = False
         self._advance(revision)
         log.info("replica_loaded keys=%d revision=%d", len(rows), revision)
@@ -275,12 +359,7 @@ class ReplicatedCatalog:
         """
         with closing(self._connected()) as connection:
             try:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.execute("DELETE FROM kv")
-                connection.executemany(_PUT, rows)
-                connection.execute(_SET, (revision, "revision"))
-                connection.execute(_SET, (self._origin.name, "catalog"))
-                connection.execute("COMMIT")
+                _fill(connection, rows, {"revision": revision, "catalog": self._origin.name})
             except sqlite3.OperationalError:
                 raise  # a full drive, say
             except sqlite3.DatabaseError:
@@ -321,3 +400,23 @@ class ReplicatedCatalog:
                 await self._ended.wait()
         await self._origin.aclose()
         self._connection.close()
+
+
+def _fill(connection: sqlite3.Connection, rows: Iterable[Row], meta: Mapping[str, str | int]) -> None:
+    """Replace all that is in the database, in one transaction."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("DELETE FROM kv")
+    connection.executemany(_PUT, rows)
+    connection.executemany(_SET, [(value, name) for name, value in meta.items()])
+    connection.execute("COMMIT")
+
+
+def _memory() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.executescript(_SCHEMA)
+    return connection
+
+
+def _takes_nothing(error: sqlite3.Error) -> bool:
+    """Whether it is the drive: nothing is damaged."""
+    return is_full(error) or is_refusal(error)

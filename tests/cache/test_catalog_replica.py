@@ -4,7 +4,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from ckptfs.cache.catalog_etcd import EtcdCatalog
-from ckptfs.cache.catalog_kv import Delete, Put
+from ckptfs.cache.catalog_kv import Delete, Event, Put
 from ckptfs.cache.catalog_replica import ReplicatedCatalog
 from ckptfs.cache.errors import DamagedData
 from ckptfs.cache.etcd_gateway import EtcdGateway
@@ -177,6 +177,42 @@ async def test_damaged_pages_end_the_process_once(etcd: Any, name: str, tmp_path
         assert ended.group_contains(sqlite3.DatabaseError)
         async with running(etcd.url, name, path) as replica:
             assert await replica.range(b"") == await origin.range(b"")
+
+
+@pytest.mark.mount
+async def test_it_goes_on_in_memory_on_a_full_drive_and_in_its_file_when_there_is_room(
+    etcd: Any, name: str, make_drive: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptfs.cache.catalog_replica.FILE_RETRY_SECONDS", 0.05)
+    drive = make_drive(64)
+    path, filler = drive / "replica.db", drive / "filler"
+    heard: list[Event] = []
+    async with origin_of(etcd.url, name) as origin, running(etcd.url, name, path) as replica:
+        replica.on_events = heard.extend
+        with open(filler, "wb") as file, suppress(OSError):
+            while file.write(bytes(1 << 16)):
+                file.flush()
+        puts = [Put(b"%04d" % number, os.urandom(5000)) for number in range(300)]
+        for put in puts:  # more than what its log has room for
+            await replica.transact([], [put])
+        assert await replica.range(b"") == await origin.range(b"")
+        assert [event.key for event in heard] == [put.key for put in puts], "nobody missed any of it"
+        async with running(etcd.url, name, drive / "new.db") as started:
+            assert await started.range(b"") == await origin.range(b"")
+        async with running(etcd.url, name, path) as started:
+            assert await started.range(b"") == await origin.range(b"")
+        filler.unlink()
+        with trio.fail_after(30):
+            while len(_keys_in(path)) < 300:
+                await trio.sleep(0.01)
+        await replica.transact([], [Delete(puts[0].key)])
+        assert _keys_in(path) == [entry.key for entry in await origin.range(b"")]
+        assert len(heard) == 301
+
+
+def _keys_in(path: Path) -> list[bytes]:
+    with closing(sqlite3.connect(path)) as database:
+        return [key for (key,) in database.execute("SELECT key FROM kv ORDER BY key")]
 
 
 async def _or_none(replica: ReplicatedCatalog, key: bytes) -> Any:
