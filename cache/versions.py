@@ -301,7 +301,8 @@ class Versions:
     # Local and protected
 
     async def commit_local(self, commits: Sequence[LocalCommit]) -> CommittedLocal:
-        """Show the names' readers these versions. Those whose file is gone or was opened anew are left out.
+        """Show the names' readers these versions. Those whose file is gone or was opened anew are left out; those that are shown
+        already, by an attempt of which only the answer was lost, are not.
 
         Precondition for each: the bytes and the segment's name are synced, `size` and `root` are those of a sealed segment (R2).
         """
@@ -316,6 +317,8 @@ class Versions:
         if found is None:
             return None
         inode, version, plan = found
+        if inode.cur == local.vid and self._is_as_committed(local, version):
+            return plan, []  # by an attempt whose outcome nobody heard, before the session it was made in ended
         if inode.open != local.vid or version.state is not VersionState.OPEN or not self._writes(inode):
             return None
         after = msgspec.structs.replace(
@@ -343,6 +346,13 @@ class Versions:
         )
         plan.operations.append(Put(inode_key(local.ino), pack(changed)))
         return plan, ending.dead
+
+    def _is_as_committed(self, local: LocalCommit, version: Version) -> bool:
+        return (
+            version.state is VersionState.LOCAL
+            and version.home == self._writer.store
+            and (version.size, version.root, version.cell_size) == (local.size, local.root, local.cell_size)
+        )
 
     async def commit_protected(self, commits: Sequence[ProtectedCommit]) -> set[Vid]:
         """Record where the shards are. Left out are versions that were replaced meanwhile, and those with a holder whose record

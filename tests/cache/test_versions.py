@@ -91,6 +91,13 @@ async def world(kv: KeyValue) -> AsyncIterator[World]:
 # From open to protected
 
 
+async def test_a_version_that_became_local_by_an_attempt_nobody_heard_of_is_local(world: World) -> None:
+    made = await world.make_local(b"a")
+    assert (await world.mine.commit_local([local(made.ino, made.vid)])).vids == {made.vid}, "as its node's next session tries"
+    assert (await world.mine.commit_local([local(made.ino, made.vid, 11)])).vids == set(), "other bytes"
+    assert (await world.theirs.commit_local([local(made.ino, made.vid)])).vids == set()
+
+
 async def test_a_file_becomes_local(world: World) -> None:
     made = await world.make(b"f")
     committed = await world.mine.commit_local([local(made.ino, made.vid, 1234)])
