@@ -9,9 +9,12 @@
     segments/       the log: segments/<8 hex>/<32 hex>, one plain file each
     shards/         shards held for others (and for this node's own versions)
     copies/         verified local copies of versions whose home is elsewhere
-    small_copies.db, agent.db, mount.db      indexes, each written by one process
+    agent/          what only the agent writes besides, and like shards/ and copies/ its user's where root runs the node
+    agent/small_copies.db, agent/agent.db    what its name says; an index of the shards
+    agent/catalog.copy    an archive of the catalog, some minutes old, where it is a SQLite file; may be absent
+    agent.db, small_copies.db    links into agent/: where earlier releases look. A file here is such a release's, and newer
+    mount.db        an index, written by the mount process
     replica.db      what the catalog says, where it is on etcd
-    catalog.copy    an archive of the catalog, some minutes old, where it is a SQLite file; may be absent
     mount.notes                              changes that mount.db has not committed yet
     reserve         room kept for starting on a full drive; may be absent
     incarnation     which start of the node was the last, decimal: whose session in the catalog is its own; may be absent
@@ -40,6 +43,8 @@ FORMAT_VERSION = 1
 FS_IOC_GETFLAGS = 0x80086601
 FS_IOC_SETFLAGS = 0x40086602
 FS_TOPDIR_FL = 0x00020000
+
+AGENT_FILES = ("agent.db", "small_copies.db", "catalog.copy")
 
 LOCK_TRIES = 10
 LOCK_RETRY_SECONDS = 0.02
@@ -117,13 +122,28 @@ class StoreDirectory:
         self.uses = path / "uses"
         self.run = path / "run"
         self.mount_db = path / "mount.db"
-        self.agent_db = path / "agent.db"
+        self.agent = path / "agent"
         self.replica_db = path / "replica.db"
-        self.catalog_copy = path / "catalog.copy"
-        self.small_copies_db = path / "small_copies.db"
         self.mount_socket = self.run / "mount.sock"
         self.agent_socket = self.run / "agent.sock"
         self.lock = path / "lock"
+
+    @property
+    def agent_db(self) -> Path:
+        return self._of_agent("agent.db")
+
+    @property
+    def small_copies_db(self) -> Path:
+        return self._of_agent("small_copies.db")
+
+    @property
+    def catalog_copy(self) -> Path:
+        return self._of_agent("catalog.copy")
+
+    def _of_agent(self, name: str) -> Path:
+        """Where an earlier release had it last, until this one's agent has moved it."""
+        before = self.path / name
+        return before if before.is_file() and not before.is_symlink() else self.agent / name
 
     @classmethod
     def create_or_open(cls, path: Path, node: NodeId) -> "StoreDirectory":
@@ -143,7 +163,7 @@ class StoreDirectory:
                 f"the store {path} belongs to node {store.node!r}, this node is {node!r}; "
                 "nothing was changed: point node.store elsewhere, or start the node under its own id"
             )
-        for directory in (store.segments, store.shards, store.copies, store.run):
+        for directory in (store.segments, store.shards, store.copies, store.agent, store.run):
             try:
                 _make_directories(directory)
             except OSError as error:

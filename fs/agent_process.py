@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,13 +23,16 @@ from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.fs.agent import Agent, AgentSettings
+from ckptfs.fs.agent_files import take_over
 from ckptfs.fs.agent_requests import AgentRequests
+from ckptfs.fs.agent_user import KEPT, AgentUser, agent_user
 from ckptfs.fs.catalog import join_token, open_catalog
 from ckptfs.fs.config import NodeConfig, load_handed_config
 from ckptfs.fs.drain import NotClosed
 from ckptfs.fs.home_calls import answer_from_message, as_message, seconds_max
-from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, serve
+from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, bind, serve
 from ckptfs.fs.peer_transport import transport_of
+from ckptfs.fs.privileges import give_up_root
 from ckptfs.fs.process_start import (
     be_killed_for_memory,
     death_logged,
@@ -111,9 +115,8 @@ class MountTeller:
         return Mended(bool(answer.get("ok")), str(answer.get("message", "")))
 
 
-async def run(config: NodeConfig, incarnation: int) -> None:
-    """Run the node's agent until SIGTERM."""
-    store = StoreDirectory.create_or_open(config.store, config.node_id)
+async def run(config: NodeConfig, incarnation: int, store: StoreDirectory, user: AgentUser, listener: socket.socket) -> None:
+    """Run the node's agent until SIGTERM, as that user already; `listener` is to serve the node's other processes."""
     codec = choose_codec(config.protection.codec)
     if config.protection.codec == "auto" and codec.name != "isa-l":
         log.warning("codec=%s: ISA-L (Debian package libisal2) is not there, encoding takes ten times as long", codec.name)
@@ -158,7 +161,7 @@ async def run(config: NodeConfig, incarnation: int) -> None:
             nursery.start_soon(_end_on_signal, nursery.cancel_scope)
             nursery.start_soon(fence.run)
             address = await nursery.start(agent.run)
-            await nursery.start(serve, store.agent_socket, AgentRequests(agent).answer)
+            await nursery.start(serve, listener, AgentRequests(agent, user).answer)
             is_ready(store.run, "agent")
             log.info("agent_ready store=%s address=%s codec=%s", store.path, address, codec.name)
         with trio.CancelScope(shield=True):
@@ -178,20 +181,38 @@ async def _end_on_signal(scope: trio.CancelScope) -> None:
             scope.cancel()
 
 
+def become_agent_user(config: NodeConfig, store: StoreDirectory) -> tuple[AgentUser, socket.socket]:
+    """All that is root's to do, and then no root any more, if it was root that started this process: before it has read a byte
+    that comes from another node. Returns the user, and a socket to serve the node's other processes.
+
+    Raises `ConfigurationError`, `OSError`, `RightsKept`.
+    """
+    user = agent_user(config.node.agent_user, store.cluster or b"")
+    take_over(store, config.log_directory, config.catalog_path if config.etcd_place is None else None, user)
+    write_pid_file(store.run, "agent", user.uid)
+    listener = bind(store.agent_socket)
+    if user.gives_up_root:
+        give_up_root(user.uid, user.gid, KEPT)
+    os.umask(0o077)
+    return user, listener
+
+
 def main() -> None:
     """Entry of the process."""
     handed_config, parent, incarnation = sys.argv[1:]
     die_with_parent(int(parent))
     config = load_handed_config(int(handed_config))
-    start_log(config.log_directory, "agent")
     raise_descriptor_limit()
     ignore_broken_leases()
     be_killed_for_memory(20)
-    run_directory = config.store / "run"
-    with death_logged(run_directory, "agent"):
-        write_pid_file(run_directory, "agent")
+    with death_logged(config.store / "run", "agent"):
+        store = StoreDirectory.create_or_open(config.store, config.node_id)
+        user, listener = become_agent_user(config, store)
+        die_with_parent(int(parent))  # which another user's process has forgotten
+        start_log(config.log_directory / "agent", "agent")
+        log.log(logging.WARNING if user.why else logging.INFO, "agent_user name=%s uid=%d: %s", user.name, user.uid, user.why)
         with contextlib.suppress(KeyboardInterrupt):
-            trio.run(run, config, int(incarnation))
+            trio.run(run, config, int(incarnation), store, user, listener)
 
 
 if __name__ == "__main__":

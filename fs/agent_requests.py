@@ -56,6 +56,7 @@ from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.store_registry import set_draining, stores
 from ckptfs.cache.store_removal import HoldsTheOnly, remove_node
 from ckptfs.fs.agent import Agent
+from ckptfs.fs.agent_user import AgentUser
 from ckptfs.fs.home_calls import Call, answer_as_message, from_message
 from ckptfs.fs.local_socket import Message
 from ckptfs.fs.protection_problems import LOST_SHOWN_MAX, label_problems, protection_problems, rebuild_problems
@@ -89,8 +90,10 @@ class Gone(Exception):
 class AgentRequests:
     """Answers requests about one agent. `answer` never raises."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, user: AgentUser | None = None) -> None:
+        """`user` is whom the agent runs as, if it is a process of its own."""
         self._agent = agent
+        self._user = user
         self._findings = VerifyFindings(self._current_vid)
         self._prefixes_read: OrderedDict[Vid, None] = OrderedDict()
         self._lost_shown: list[InodeNumber] = []
@@ -510,6 +513,7 @@ class AgentRequests:
             problems.append(f"the copy of the catalog in this store can't be made anew: {copy.statistics.error}")
         answer: dict[str, Any] = {
             "catalog_copy": None if copy is None else asdict(copy.statistics),
+            "user": None if self._user is None else self._user._asdict(),
             "store": agent.store.store_id.hex(),
             "node": agent.store.node,
             "address": agent.address,

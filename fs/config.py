@@ -25,8 +25,8 @@ class ConfigurationError(Exception):
     """The configuration can't be used; the operator must change it."""
 
 
-class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[node]`: who and where."""
+class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`[node]`: who and where. What isn't given isn't handed on either: an earlier release may not know the key."""
 
     id: str
     store: str
@@ -36,6 +36,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_directory: str = ""
     labels: dict[str, str] = {}
     drain_seconds: float = 30.0
+    agent_user: str = ""
 
 
 class ProtectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,6 +182,7 @@ def load_handed_config(descriptor: int) -> NodeConfig:
 def _check(config: NodeConfig) -> None:
     node, protection, mount = config.node, config.protection, config.mount
     _require(0 < len(node.id) <= 64 and node.id.isprintable() and "/" not in node.id, "node.id: 1 to 64 characters, no slash")
+    _require("\0" not in node.agent_user, "node.agent_user: no name has a NUL in it")
     for key in ("store", "mountpoint", "catalog", "log_directory"):
         _require("\0" not in getattr(node, key), f"node.{key}: no path has a NUL in it")
     for key, value in (("node.store", node.store), ("node.mountpoint", node.mountpoint)):

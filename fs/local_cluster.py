@@ -150,7 +150,7 @@ class ClusterNode:
         with contextlib.suppress(OSError):
             if not mounts_at(self.mountpoint) and not os.listdir(self.mountpoint):
                 set_takes_files(self.mountpoint, False)
-        self._logs_before = {path: path.stat().st_size for path in self.log.glob("*.log")}
+        self._logs_before = {path: path.stat().st_size for path in self._logs()}
         with open(self.log / "node.log", "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckptfs.fs.cli", "node", "--config", str(self.config)],
@@ -166,11 +166,15 @@ class ClusterNode:
         self.processes.kill()
         detach(self.mountpoint, abort=True)
 
+    def _logs(self) -> list[Path]:
+        """The agent's among them, by a link, when it has written any."""
+        return [path for path in self.log.glob("*.log") if path.exists()]
+
     def log_tail(self) -> str:
         """The end of what it said last, or of its newest log, for a message about a node that did not start: only what came since
         `start`."""
         with contextlib.suppress(OSError):
-            newest = sorted(self.log.glob("*.log"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+            newest = sorted(self._logs(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
             for path in sorted(newest, key=lambda path: path.name != "node.log"):
                 content, before = path.read_bytes(), self._logs_before.get(path, 0)
                 new = content[before if before <= len(content) else 0 :]  # a shorter one was begun anew

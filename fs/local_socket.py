@@ -2,7 +2,7 @@
 
 A message is a 4-byte little-endian length followed by that many bytes of msgpack, one map. One request at a time on a
 connection; the answer is a map with `ok`, and with `error` (a word for programs) and `message` (for people) where it is
-false. Whoever may open the socket (mode 0600, root) may ask everything.
+false. Whoever may open the socket (mode 0600; root, and at the mount's the agent's user) may ask everything.
 """
 
 import contextlib
@@ -155,22 +155,35 @@ async def _receive_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytear
     return received
 
 
-async def serve(path: Path, handler: Handler, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Answer requests until cancelled, each connection in a task of its own.
+def bind(path: Path) -> socket.socket:
+    """A socket of that name for `serve`; until then nobody can connect to it.
 
     A stale socket file of an earlier process is replaced; the caller owns the node's lock, so that nobody serves it.
-    An exception of the handler is the caller's bug: it ends the process and is seen.
     """
-    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             path.unlink()
     previous = os.umask(0o177)
     try:
         with _short_path(path) as short:
-            await listener.bind(short)
+            bound.bind(short)
+    except BaseException:
+        bound.close()
+        raise
     finally:
         os.umask(previous)
+    return bound
+
+
+async def serve(
+    place: Path | socket.socket, handler: Handler, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Answer requests at that path, or on what `bind` gave, until cancelled, each connection in a task of its own.
+
+    An exception of the handler is the caller's bug: it ends the process and is seen.
+    """
+    listener = trio.socket.from_stdlib_socket(bind(place) if isinstance(place, Path) else place)
     listener.listen(64)
 
     async def answer(stream: trio.SocketStream) -> None:

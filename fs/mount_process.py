@@ -37,6 +37,7 @@ from ckptfs.cache.store_registry import stores as list_stores
 from ckptfs.cache.versions import Versions
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs import fusermount
+from ckptfs.fs.agent_files import share_socket
 from ckptfs.fs.attributes import AttributeView
 from ckptfs.fs.backing import BackingFiles
 from ckptfs.fs.barrier import behind_barrier
@@ -57,7 +58,7 @@ from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.kernel_use import KernelUse
 from ckptfs.fs.last_use import last_use
-from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, serve
+from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, bind, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.mount_table import abort_connection, mounts_at
 from ckptfs.fs.nameless_files import NamelessFiles
@@ -364,7 +365,9 @@ class MountProcess:
             nursery.start_soon(self._try_passthrough, open_files)
             if self._replica is not None:
                 nursery.start_soon(self._tell_kernel, self._replica, session)
-            await nursery.start(serve, store.mount_socket, self.answer)
+            listener = bind(store.mount_socket)
+            share_socket(store)
+            await nursery.start(serve, listener, self.answer)
             is_ready(store.run, "mount")
             log.info("mount_ready store=%s mountpoint=%s first=%s", store.path, config.mountpoint, self._new_connection)
             await session.run()

@@ -28,7 +28,7 @@ class NodeProcesses:
         for role in ROLES:
             with contextlib.suppress(OSError):
                 found[role] = (self._run / f"{role}.failed").read_text(errors="replace").strip()
-        return found
+        return {role: reason for role, reason in found.items() if reason}
 
     def living(self) -> list[int]:
         """The pids of those that live, the supervisor first."""

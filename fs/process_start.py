@@ -92,8 +92,12 @@ def _single_cause(error: Exception) -> Exception:
 
 def is_ready(run: Path, role: str) -> None:
     """Whatever ended this process's predecessor does not end this one."""
+    failed = run / f"{role}.failed"
     with contextlib.suppress(OSError):
-        (run / f"{role}.failed").unlink()
+        try:
+            failed.unlink()
+        except PermissionError:  # the agent's file, in a directory of root's
+            os.truncate(failed, 0)
 
 
 def raise_descriptor_limit() -> int:
@@ -152,11 +156,18 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_pid_file(run: Path, role: str) -> None:
-    """`<run>/<role>.pid`: this process's pid, and when it was started; replaced atomically."""
+def write_pid_file(run: Path, role: str, uid: int | None = None) -> None:
+    """`<run>/<role>.pid`: this process's pid, when it was started, and whom it runs as (None: as now); replaced atomically."""
     temporary = run / f"{role}.pid.new"
-    temporary.write_text(f"{os.getpid()} {started_at(os.getpid())}\n")
+    temporary.write_text(f"{os.getpid()} {started_at(os.getpid())} {os.geteuid() if uid is None else uid}\n")
     temporary.rename(run / f"{role}.pid")
+
+
+def last_user(run: Path, role: str) -> int | None:
+    """Whom the process runs as, or ran as last; None where an earlier release's did, or none yet."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((run / f"{role}.pid").read_text().split()[2])
+    return None
 
 
 def remove_pid_file(run: Path, role: str) -> None:

@@ -4,16 +4,21 @@ An engine turns k cells into others; cells of one call have one length, any leng
 a content is the caller's part (`stripes.stripe_cells`).
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ckptfs.replication.cauchy import coefficients
 from ckptfs.replication.errors import CodecUnavailable
+
+# Importing numpy starts a thread for each core, for linear algebra that nothing here does, and an agent with threads can't give
+# up root.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import numpy as np
+import numpy.typing as npt
 
 Cell = bytes | bytearray | memoryview
 """Contiguous bytes that are only read."""

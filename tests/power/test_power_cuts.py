@@ -142,7 +142,7 @@ def check_files(left: Path, number: int, marks: list[tuple[bool, dict[str, Any]]
     """A third of the cuts takes the node's own databases along (R21)."""
     is_new = number % 3 == 0
     if is_new:
-        for path in (*left.glob("a/mount.db*"), *left.glob("a/agent.db*")):
+        for path in (*left.glob("a/mount.db*"), *left.glob("a/agent/agent.db*")):
             path.unlink()
     promises = Promises()
     for is_begun, mark in marks:
@@ -193,7 +193,7 @@ def test_a_broken_order_of_files_is_caught(record: Callable[..., Path], canary: 
 
 def check_shards(left: Path, number: int, marks: list[tuple[bool, dict[str, Any]]]) -> list[str]:
     if number % 3 == 0:
-        for path in left.glob("a/agent.db*"):
+        for path in left.glob("a/agent/agent.db*"):
             path.unlink()
     shards: dict[int, int] = {}
     copies: dict[int, int] = {}

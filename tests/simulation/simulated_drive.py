@@ -92,7 +92,7 @@ class Drive:
                 for name, value in labels.items():
                     os.setxattr(path, name, value)
         self._removed.clear()
-        for name in ("mount.db", "agent.db", "replica.db"):
+        for name in ("mount.db", "agent/agent.db", "replica.db"):
             if chance.random() < 0.3:
                 for suffix in ("", "-wal", "-shm"):
                     Path(f"{self.machine.directory / name}{suffix}").unlink(missing_ok=True)
