@@ -44,7 +44,7 @@ def take_over(store: StoreDirectory, log_directory: Path, catalog: Path | None, 
     _give_one(failed, user)
     if store.mount_socket.is_socket():  # one that is made from now on is given by who makes it
         _give_one(store.mount_socket, user)
-    if catalog is not None:
+    if catalog is not None and not refuses_writes(catalog.parent):
         place = os.path.realpath(catalog)
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):

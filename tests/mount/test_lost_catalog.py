@@ -51,7 +51,7 @@ def recovered(capsys: pytest.CaptureFixture[str], cluster: LocalCluster, catalog
 def copy_catalog(cluster: LocalCluster) -> None:
     """Have one agent write its copy now: a new process does, when the copy it finds is old."""
     node = cluster.nodes[0]
-    copy = node.store / "catalog.copy"
+    copy = node.store / "agent" / "catalog.copy"
     os.utime(copy, (0, 0))
     agent = node.processes.pids()["agent"]
     assert agent is not None

@@ -187,7 +187,7 @@ def test_damaged_copies_are_found_at_start_said_and_made_again(start_cluster: An
     cluster: LocalCluster = start_cluster(3, settle_seconds=0.05)
     _protected(cluster, SMALL)
     node = cluster.nodes[1]
-    database = node.store / "small_copies.db"
+    database = node.store / "agent" / "small_copies.db"
     if damage == "the log":
         cluster.kill(1)
         _flip(Path(f"{database}-wal"), 0.3)
@@ -213,7 +213,7 @@ def test_damaged_copies_are_found_at_start_said_and_made_again(start_cluster: An
     assert code == 0, error
     assert f"{len(wrong)} repaired" in out
     assert _ckptfs("verify", cluster.directory)[0] == 0
-    for path in node.store.glob("small_copies.db.damaged-*"):
+    for path in node.store.glob("agent/small_copies.db.damaged-*"):
         path.unlink()
     assert "damaged" not in _ckptfs("status", cluster.directory)[1]
     _read(cluster, SMALL)
@@ -225,7 +225,7 @@ def test_copies_damaged_under_a_running_node_are_found_by_verify(start_cluster: 
     _protected(cluster, SMALL)
     node = cluster.nodes[2]
     for part in (0.3, 0.5, 0.7):
-        _flip(Path(f"{node.store / 'small_copies.db'}-wal"), part, 3000)
+        _flip(Path(f"{node.store / 'agent' / 'small_copies.db'}-wal"), part, 3000)
     code, out, _ = _ckptfs("verify", cluster.directory, "--json")
     assert code == 1
     assert [file for file in json.loads(out)["files"] if file["result"] in ("damaged", "missing")]
@@ -241,7 +241,7 @@ def test_copies_damaged_under_a_running_node_are_found_by_verify(start_cluster: 
 def test_copies_of_a_newer_release_are_refused(start_cluster: Any) -> None:
     cluster: LocalCluster = start_cluster(1, settle_seconds=0.05)
     cluster.down(remove=False)
-    with closing(sqlite3.connect(cluster.nodes[0].store / "small_copies.db")) as connection:
+    with closing(sqlite3.connect(cluster.nodes[0].store / "agent" / "small_copies.db")) as connection:
         connection.execute("PRAGMA user_version=2")
     assert "small_copies.db has format 2" in _refused(cluster.nodes[0])
 
@@ -249,7 +249,7 @@ def test_copies_of_a_newer_release_are_refused(start_cluster: Any) -> None:
 # Indexes
 
 
-@pytest.mark.parametrize("name", ["agent.db", "mount.db"])
+@pytest.mark.parametrize("name", ["agent/agent.db", "mount.db"])
 @pytest.mark.parametrize("damage", ["gone", "emptied", "foreign", "pages", "cut", "the log", "another format"])
 def test_an_index_in_any_state_is_made_anew(start_cluster: Any, name: str, damage: str) -> None:
     cluster: LocalCluster = start_cluster(3, settle_seconds=0.05)
@@ -273,7 +273,7 @@ def test_an_index_in_any_state_is_made_anew(start_cluster: Any, name: str, damag
             _flip(database, 0.5)
         elif damage == "cut":
             os.truncate(database, database.stat().st_size // 2)
-        elif name == "agent.db":
+        elif name == "agent/agent.db":
             with closing(sqlite3.connect(database)) as connection:
                 connection.execute("PRAGMA user_version=2")
         else:

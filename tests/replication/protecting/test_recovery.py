@@ -174,7 +174,7 @@ async def test_without_any_state_files_are_made_of_what_shards_say(cluster: Any)
         one.store.join(cluster.settings.cluster, "here")
     await lose_catalog(cluster)
     for number in range(6):
-        (cluster.directory / f"node-{number}" / "catalog.copy").unlink(missing_ok=True)
+        (cluster.directory / f"node-{number}" / "agent" / "catalog.copy").unlink(missing_ok=True)
     report = await recovered(cluster, *range(6))
     assert (report.state_source, report.state_revision, report.lost) == ("", 0, [])
     cluster = await up_again(cluster)
