@@ -42,7 +42,7 @@ def take_over(store: StoreDirectory, log_directory: Path, catalog: Path | None, 
     failed = store.run / "agent.failed"
     os.close(os.open(failed, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     _give_one(failed, user)
-    if store.mount_socket.is_socket():  # one that is made from now on is given by who makes it
+    with contextlib.suppress(FileNotFoundError):  # one that is made from now on is given by who makes it
         _give_one(store.mount_socket, user)
     if catalog is not None and not refuses_writes(catalog.parent):
         place = os.path.realpath(catalog)
