@@ -122,8 +122,9 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
             table.add_row(node["id"], state, "-", "?", "?", "-", node["mountpoint"])
         if node["lane"] not in (None, "passthrough") and node["lane_reason"]:
             reasons.setdefault(f"{node['lane']}: {node['lane_reason']}", []).append(node["id"])
-        if (user := (node["agent"] or {}).get("user")) and user["why"]:
-            reasons.setdefault(f"the agent runs as {user['name']}: {user['why']}", []).append(node["id"])
+        if user := (node["agent"] or {}).get("user"):
+            why = f": {user['why']}" if user["why"] else ""
+            reasons.setdefault(f"the agent runs as {user['name']}{why}", []).append(node["id"])
         for problem in node["problems"]:
             reasons.setdefault(problem, []).append(node["id"])
     lines = [f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROLES = ("supervisor", "mount", "agent")
 POLL_SECONDS = 0.02
+REASON_SIZE_MAX = 4096
+"""The agent's file can be written by whoever took it over."""
 
 
 class NodeProcesses:
@@ -26,8 +28,8 @@ class NodeProcesses:
         """Why a role's process ended by itself, for those of which none has been ready since."""
         found = {}
         for role in ROLES:
-            with contextlib.suppress(OSError):
-                found[role] = (self._run / f"{role}.failed").read_text(errors="replace").strip()
+            with contextlib.suppress(OSError), open(self._run / f"{role}.failed", "rb") as file:
+                found[role] = file.read(REASON_SIZE_MAX).decode(errors="replace").strip()
         return {role: reason for role, reason in found.items() if reason}
 
     def living(self) -> list[int]:

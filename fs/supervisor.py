@@ -268,7 +268,8 @@ class Supervisor:
                 self._ended_for_good = role
                 scope.cancel()
                 return
-            log.error("process_ended role=%s status=%d: restarted", role, status)
+            said = NodeProcesses(self._config.store).failures().get(role, "") if status == 1 else ""
+            log.error("process_ended role=%s status=%d: restarted%s", role, status, f": {said}" if said else "")
             if status == -signal.SIGKILL and kills_for_memory() > kills_before:
                 log.error(
                     "killed_for_memory role=%s: the kernel ended it: this machine, or the node's cgroup, is short of memory;"

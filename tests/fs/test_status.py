@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
-from ckptfs.fs.cli_status import _path_text, _risk_text
+from ckptfs.fs.cli_status import _nodes_text, _path_text, _risk_text
 from ckptfs.fs.local_socket import LENGTH
 from ckptfs.fs.node_processes import started_at
 from ckptfs.fs.status import (
@@ -180,6 +181,30 @@ def test_the_standing_line_is_about_the_node_whose_death_would_cost_most() -> No
     assert _risk_text(at_risk([standing("a", 0)])) == "if any one of these nodes died now, no closed file would be lost"
     assert "2 nodes are away" in _risk_text(at_risk([standing("a", 0, away=2)]))
     assert at_risk([])["node"] is None
+
+
+def _with_agent(name: str, user: str, why: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "processes": {},
+        "lane": None,
+        "problems": [],
+        "mountpoint": "/m",
+        "open_files": 0,
+        "oldest_unprotected_seconds": 0.0,
+    }
+    node = standing(name, 0)
+    node["agent"]["user"] = {"name": user, "why": why}
+    return node | facts | {"alive": True, "unprotected_bytes": 0, "lane_reason": ""}
+
+
+def test_status_says_of_every_agent_as_whom_it_runs() -> None:
+    nodes = [_with_agent("a", "ckptfs", ""), _with_agent("b", "ckptfs", ""), _with_agent("c", "root", "the drive keeps owners")]
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(_nodes_text({"nodes": nodes, "at_risk": at_risk(nodes)}))
+    lines = captured.get().splitlines()
+    assert "a, b: the agent runs as ckptfs" in lines
+    assert "c: the agent runs as root: the drive keeps owners" in lines
 
 
 @pytest.fixture
