@@ -16,6 +16,7 @@ from functools import partial
 import trio
 
 from ckptfs.cache.admission import require_not_removed
+from ckptfs.cache.errors import StoreError
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -23,16 +24,16 @@ from ckptfs.cache.session_fence import SessionFence
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.fs.agent import Agent, AgentSettings
-from ckptfs.fs.agent_files import take_over
+from ckptfs.fs.agent_files import OwnersKept, take_over
 from ckptfs.fs.agent_requests import AgentRequests
-from ckptfs.fs.agent_user import KEPT, AgentUser, agent_user
+from ckptfs.fs.agent_user import AgentUser, agent_user, stays_root
 from ckptfs.fs.catalog import join_token, open_catalog
-from ckptfs.fs.config import NodeConfig, load_handed_config
+from ckptfs.fs.config import ConfigurationError, NodeConfig, load_handed_config
 from ckptfs.fs.drain import NotClosed
 from ckptfs.fs.home_calls import answer_from_message, as_message, seconds_max
 from ckptfs.fs.local_socket import LocalClient, NodeNotAnswering, bind, serve
 from ckptfs.fs.peer_transport import transport_of
-from ckptfs.fs.privileges import give_up_root
+from ckptfs.fs.privileges import RightsKept, give_up_root
 from ckptfs.fs.process_start import (
     be_killed_for_memory,
     death_logged,
@@ -185,16 +186,35 @@ def become_agent_user(config: NodeConfig, store: StoreDirectory) -> tuple[AgentU
     """All that is root's to do, and then no root any more, if it was root that started this process: before it has read a byte
     that comes from another node. Returns the user, and a socket to serve the node's other processes.
 
-    Raises `ConfigurationError`, `OSError`, `RightsKept`.
+    Raises `ConfigurationError`, and `StoreError` where the agent's files can't be made ready.
     """
-    user = agent_user(config.node.agent_user, store.cluster or b"")
-    take_over(store, config.log_directory, config.catalog_path if config.etcd_place is None else None, user)
-    write_pid_file(store.run, "agent", user.uid)
-    listener = bind(store.agent_socket)
-    if user.gives_up_root:
-        give_up_root(user.uid, user.gid, KEPT)
+    wanted = config.node.agent_user
+    user = agent_user(wanted, store.cluster or b"", config.node.listen)
+    catalog = config.catalog_path if config.etcd_place is None else None
+    try:
+        try:
+            take_over(store, config.log_directory, catalog, user)
+        except OwnersKept as refusal:
+            if wanted:
+                raise ConfigurationError(f"node.agent_user: {refusal}; {_WAITS}") from None
+            user = stays_root(str(refusal))
+            take_over(store, config.log_directory, catalog, user)
+        write_pid_file(store.run, "agent", user.uid)
+        listener = bind(store.agent_socket)
+        if user.keeps is not None:
+            give_up_root(user.uid, user.gid, user.keeps)
+    except OSError as error:
+        raise StoreError(f"the agent's files in {store.path} can't be made ready for {user.name}: {error}; {_WAITS}") from None
+    except RightsKept as error:
+        raise ConfigurationError(f"the agent can't become {user.name}: {error}; {_WAITS}") from None
     os.umask(0o077)
     return user, listener
+
+
+_WAITS = (
+    "it is tried again, and until then files are saved and stay local;"
+    ' with node.agent_user = "root" the agent runs as root, as in earlier releases'
+)
 
 
 def main() -> None:

@@ -12,31 +12,46 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptfs.fs.config import ConfigurationError
-from ckptfs.fs.privileges import CAP_CHOWN, CAP_DAC_READ_SEARCH, CAP_LEASE, CAP_SETGID, CAP_SETPCAP, CAP_SETUID, NAMES, permitted
+from ckptfs.fs.privileges import (
+    CAP_CHOWN,
+    CAP_DAC_READ_SEARCH,
+    CAP_LEASE,
+    CAP_NET_BIND_SERVICE,
+    CAP_SETGID,
+    CAP_SETPCAP,
+    CAP_SETUID,
+    NAMES,
+    permitted,
+)
 
 DEFAULT_USER = "ckptfs"
 ROOT = "root"
 KEPT = (CAP_DAC_READ_SEARCH, CAP_LEASE)
-"""What the agent keeps of root: it reads segments, which the mount process writes as root, and asks whether one has a writer."""
+"""What the agent keeps of root: it reads segments, which the mount process writes as root, and asks whether one has a writer.
+Where `node.listen` is a port of root's, CAP_NET_BIND_SERVICE too."""
 
-_NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SETPCAP, *KEPT)
+_TO_BECOME = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SETPCAP)
 _NUMBERS = ((1_879_048_192, 1 << 27), (61_184, 4_336))
 """First number and how many: a range nobody gives out (https://systemd.io/UIDS-GIDS), and for containers with 65,536 users the
 one of services without a user of their own."""
 
 
 class AgentUser(NamedTuple):
-    """`why`: what an operator should know about the choice, or "". `gives_up_root`: the agent begins as root and becomes it."""
+    """`why`: what an operator should know about the choice, or "". `keeps`: the agent begins as root and becomes this user, with
+    these capabilities; None: it stays who it is."""
 
     name: str
     uid: int
     gid: int
     why: str = ""
-    gives_up_root: bool = False
+    keeps: tuple[int, ...] | None = None
 
 
-def agent_user(wanted: str, cluster: bytes) -> AgentUser:
-    """The user, for `node.agent_user` and the cluster's id. Raises `ConfigurationError`."""
+def agent_user(wanted: str, cluster: bytes, listen: str) -> AgentUser:
+    """The user, for `node.agent_user`, the cluster's id and `node.listen`. Raises `ConfigurationError`.
+
+    Nobody named it, and root can't become another user here, as in some containers: it stays root, as in earlier releases.
+    """
     uid, gid = os.geteuid(), os.getegid()
     if uid != 0:
         _require(
@@ -45,38 +60,26 @@ def agent_user(wanted: str, cluster: bytes) -> AgentUser:
             " run it",
         )
         return AgentUser(_name_of(uid), uid, gid)
-    if wanted == ROOT:
-        return AgentUser(ROOT, 0, 0, "node.agent_user says so: whoever takes over the agent is root on this machine")
     named = _passwd(wanted or DEFAULT_USER)
-    _require(not wanted or named is not None, _NO_SUCH_USER.format(wanted))
-    if lacking := [NAMES[capability] for capability in _NEEDED if capability not in permitted()]:
-        return AgentUser(
-            ROOT,
-            0,
-            0,
-            f"root lacks {', '.join(lacking)} here (a container's?), so the agent can't become another user: allow it that",
-        )
+    if wanted == ROOT or (named is not None and named.pw_uid == 0):
+        return stays_root("node.agent_user says so: whoever takes over the agent is root on this machine")
+    keeps = (*KEPT, CAP_NET_BIND_SERVICE) if _is_port_of_root(int(listen.rpartition(":")[2])) else KEPT
+    if lacking := [NAMES[capability] for capability in (*_TO_BECOME, *keeps) if capability not in permitted()]:
+        _require(not wanted, f"node.agent_user: root lacks {', '.join(lacking)} here, so the agent can't become {wanted}")
+        return stays_root(f"root lacks {', '.join(lacking)} here (a container's?), so the agent can't become another user")
     if named is not None:
-        return AgentUser(named.pw_name, named.pw_uid, named.pw_gid, gives_up_root=named.pw_uid != 0)
-    number = _number_of(cluster)
-    _require(number is not None, "node.agent_user: name a user: this machine, or container, has no number free for one")
-    assert number is not None
+        if _is_mapped(named.pw_uid, "uid_map") and _is_mapped(named.pw_gid, "gid_map"):
+            return AgentUser(named.pw_name, named.pw_uid, named.pw_gid, keeps=keeps)
+        _require(not wanted, f"node.agent_user: {wanted} is none of the users that this container has")
+    _require(not wanted, f"node.agent_user: this machine has no user {wanted}: make it (docs/operations.md says how)")
+    if (number := _number_of(cluster)) is None:
+        return stays_root("this container has no number free for another user: name one (node.agent_user)")
     why = f"this machine has no user {DEFAULT_USER}: docs/operations.md says how to make one"
-    return AgentUser(f"the number {number}", number, number, why, gives_up_root=True)
+    return AgentUser(f"the number {number}", number, number, why, keeps)
 
 
-def check_agent_user(wanted: str, listen: str) -> None:
-    """Whether the agent can be had as that user, before anything is mounted. Raises `ConfigurationError`."""
-    user = agent_user(wanted, b"")
-    port = int(listen.rpartition(":")[2])
-    _require(
-        not user.gives_up_root or port == 0 or port >= _first_free_port(),
-        f"node.listen: port {port} is root's, and the agent runs as {user.name}: take one from {_first_free_port()} on,"
-        ' or have it run as root (node.agent_user = "root")',
-    )
-
-
-_NO_SUCH_USER = "node.agent_user: this machine has no user {}: make it (docs/operations.md says how), or leave the key out"
+def stays_root(why: str) -> AgentUser:
+    return AgentUser(ROOT, 0, 0, why)
 
 
 def _number_of(cluster: bytes) -> int | None:
@@ -94,11 +97,12 @@ def _is_mapped(number: int, which: str) -> bool:
     return any(first <= number < first + count for first, _, count in lines)
 
 
-def _first_free_port() -> int:
+def _is_port_of_root(port: int) -> bool:
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text())
+        first_free = int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text())
     except (OSError, ValueError):
-        return 1024
+        first_free = 1024
+    return 0 < port < first_free
 
 
 def _passwd(name: str) -> pwd.struct_passwd | None:

@@ -12,7 +12,7 @@ from ckptfs.cache.segments import Segments
 from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.sqlite_files import set_aside
 from ckptfs.cache.store import StoreDirectory, sync_directory
-from ckptfs.fs.agent_user import check_agent_user
+from ckptfs.fs.agent_user import agent_user
 from ckptfs.fs.config import ConfigurationError, NodeConfig
 from ckptfs.fs.process_start import write_pid_file
 from ckptfs.replication import small_copies
@@ -43,7 +43,7 @@ def check_machine(config: NodeConfig) -> None:
 
         transport_of(config)
     _check_address(config.node.listen)
-    check_agent_user(config.node.agent_user, config.node.listen)
+    agent_user(config.node.agent_user, b"", config.node.listen)  # before anything is mounted
 
 
 def check_store(store: StoreDirectory) -> int:

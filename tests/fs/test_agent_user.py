@@ -2,7 +2,8 @@
 
 import os
 import sqlite3
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,20 +12,24 @@ import pytest
 from ckptfs.cache.ids import NodeId
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs import agent_user as chosen
-from ckptfs.fs.agent_files import share_socket, take_over
-from ckptfs.fs.agent_user import AgentUser, agent_user, check_agent_user
+from ckptfs.fs.agent_files import OwnersKept, share_socket, take_over
+from ckptfs.fs.agent_user import KEPT, AgentUser, stays_root
 from ckptfs.fs.config import ConfigurationError
 from ckptfs.fs.local_socket import bind
-from ckptfs.fs.privileges import CAP_LEASE, permitted
+from ckptfs.fs.privileges import CAP_LEASE, CAP_NET_BIND_SERVICE, permitted
 from ckptfs.fs.process_start import last_user, write_pid_file
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose")
 
-USER = AgentUser("somebody", 1_900_000_001, 1_900_000_002, gives_up_root=True)
-OTHER = AgentUser("another", 1_900_000_003, 1_900_000_003, gives_up_root=True)
+USER = AgentUser("somebody", 1_900_000_001, 1_900_000_002, keeps=KEPT)
+OTHER = AgentUser("another", 1_900_000_003, 1_900_000_003, keeps=KEPT)
 
 
 # Who
+
+
+def agent_user(wanted: str, cluster: bytes = b"a cluster's id", port: int = 0) -> AgentUser:
+    return chosen.agent_user(wanted, cluster, f"127.0.0.1:{port}")
 
 
 def _nobody_of_that_name(monkeypatch: pytest.MonkeyPatch, present: str = "") -> None:
@@ -33,59 +38,61 @@ def _nobody_of_that_name(monkeypatch: pytest.MonkeyPatch, present: str = "") -> 
 
 def test_without_a_user_of_its_own_a_cluster_has_a_number_that_nobody_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
     _nobody_of_that_name(monkeypatch)
-    user = agent_user("", b"a cluster's id")
-    assert user == agent_user("", b"a cluster's id")
-    assert user.gives_up_root
+    user = agent_user("")
+    assert user == agent_user("")
+    assert user.keeps == KEPT
     assert user.uid == user.gid
     assert 1_879_048_192 <= user.uid < 2_013_265_920
     assert "has no user" in user.why
     assert len({agent_user("", os.urandom(16)).uid for _ in range(20)}) > 15
 
 
-def test_a_container_with_few_users_has_a_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_with_few_users_has_a_number_too_and_one_with_none_leaves_root(monkeypatch: pytest.MonkeyPatch) -> None:
     _nobody_of_that_name(monkeypatch)
     monkeypatch.setattr(chosen, "_is_mapped", lambda number, _: number < 65536)
-    assert 61_184 <= agent_user("", b"a cluster's id").uid < 65_520
-    monkeypatch.setattr(chosen, "_is_mapped", lambda number, _: number < 1000)
-    with pytest.raises(ConfigurationError, match="no number free"):
-        agent_user("", b"a cluster's id")
+    assert 61_184 <= agent_user("").uid < 65_520
+    monkeypatch.setattr(chosen, "_is_mapped", lambda number, _: number < 1)
+    assert agent_user("") == stays_root("this container has no number free for another user: name one (node.agent_user)")
+    _nobody_of_that_name(monkeypatch, "daemon")
+    assert (agent_user("").uid, agent_user("").keeps) == (0, None)
+    with pytest.raises(ConfigurationError, match="daemon is none of the users that this container has"):
+        agent_user("daemon")
 
 
 def test_the_user_ckptfs_is_taken_where_there_is_one_and_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _nobody_of_that_name(monkeypatch, "nobody")
-    assert agent_user("", b"")[:2] == ("nobody", 65534)
-    assert agent_user("daemon", b"").uid == 1
-    assert agent_user("daemon", b"").why == ""
+    assert agent_user("")[:2] == ("nobody", 65534)
+    assert agent_user("daemon") == ("daemon", 1, 1, "", KEPT)
 
 
 def test_root_is_said_to_be_root_and_a_user_that_is_not_there_is_refused() -> None:
-    user = agent_user("root", b"")
-    assert (user.uid, user.gives_up_root) == (0, False)
+    user = agent_user("root")
+    assert (user.uid, user.keeps) == (0, None)
     assert "node.agent_user says so" in user.why
     with pytest.raises(ConfigurationError, match="no user ckptfs-no-such-user"):
-        agent_user("ckptfs-no-such-user", b"")
+        agent_user("ckptfs-no-such-user")
 
 
-def test_where_root_lacks_the_right_it_stays_root_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_root_lacks_the_right_it_stays_root_and_says_why_unless_a_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "permitted", lambda: permitted() - {CAP_LEASE})
-    user = agent_user("", b"")
-    assert (user.uid, user.gives_up_root) == (0, False)
+    user = agent_user("")
+    assert (user.uid, user.keeps) == (0, None)
     assert "root lacks CAP_LEASE" in user.why
+    with pytest.raises(ConfigurationError, match="root lacks CAP_LEASE here, so the agent can't become daemon"):
+        agent_user("daemon")
 
 
 def test_an_ordinary_user_stays_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    assert agent_user("", b"")[:2] == ("nobody", 65534)
-    assert agent_user("nobody", b"").why == ""
+    assert agent_user("")[:2] == ("nobody", 65534)
+    assert agent_user("nobody")[3:] == ("", None)
     with pytest.raises(ConfigurationError, match="can't be daemon"):
-        agent_user("daemon", b"")
+        agent_user("daemon")
 
 
-def test_ports_of_root_are_refused_unless_the_agent_is_root() -> None:
-    check_agent_user("", "127.0.0.1:0")
-    check_agent_user("root", "127.0.0.1:443")
-    with pytest.raises(ConfigurationError, match="port 443 is root's"):
-        check_agent_user("daemon", "127.0.0.1:443")
+def test_for_a_port_of_root_it_keeps_the_right_to_take_it() -> None:
+    assert agent_user("daemon", port=443).keeps == (*KEPT, CAP_NET_BIND_SERVICE)
+    assert agent_user("daemon", port=60_000).keeps == KEPT
 
 
 # Its files
@@ -208,6 +215,34 @@ def test_a_kill_amid_it_is_made_good_by_the_next_start(tmp_path: Path, monkeypat
     assert calls
 
 
+@pytest.fixture
+def refusing(scratch: Path) -> Iterator[StoreDirectory]:
+    """A store of root's whose drive gives one of its shards to nobody."""
+    (scratch / "log").mkdir()
+    store = StoreDirectory.create_or_open(scratch / "store", NodeId("node-0"))
+    (store.shards / "00").mkdir()
+    shard = store.shards / "00" / "shard"
+    shard.touch()
+    subprocess.run(["chattr", "+i", shard], check=True)
+    yield store
+    subprocess.run(["chattr", "-i", shard], check=True)
+
+
+def test_a_drive_that_keeps_owners_is_named_and_serves_root(refusing: StoreDirectory) -> None:
+    with pytest.raises(OwnersKept, match=r"shards/00/shard can't be given to somebody \(Operation not permitted\)"):
+        _take_over(refusing)
+    assert last_user(refusing.run, "agent") is None
+    _take_over(refusing, stays_root(""))
+    assert last_user(refusing.run, "agent") == 0
+
+
+def test_an_agent_that_is_root_leaves_the_catalog_to_those_that_are_not(store: StoreDirectory, tmp_path: Path) -> None:
+    (tmp_path / "catalog.db").touch()
+    _take_over(store)
+    _take_over(store, stays_root(""))
+    assert _owner(tmp_path / "catalog.db") == USER.uid
+
+
 def test_owners_are_looked_at_one_by_one_only_after_another_user(store: StoreDirectory) -> None:
     _killed(_as_earlier_release(store, "first"), store)
     _take_over(store)
@@ -215,6 +250,10 @@ def test_owners_are_looked_at_one_by_one_only_after_another_user(store: StoreDir
     os.chown(shard, 0, 0)
     _take_over(store)
     assert _owner(shard) == 0
+    database = store.agent / "agent.db"
+    os.chown(database, 0, 0)
+    _take_over(store)
+    assert _owner(database) == USER.uid
     _take_over(store, OTHER)
     assert _owner(shard) == OTHER.uid
     assert last_user(store.run, "agent") == OTHER.uid

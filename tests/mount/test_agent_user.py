@@ -1,15 +1,12 @@
 """Agents that gave up root, in real nodes: what the kernel says of them, whose the files are, and that everything works."""
 
 import contextlib
-import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,11 @@ import pytest
 
 from ckptfs.cache.store import StoreDirectory
 from ckptfs.fs.agent_user import agent_user
+from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, ClusterSettings, LocalCluster
 from ckptfs.fs.local_socket import call
 from ckptfs.fs.process_start import last_user
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount]
 
@@ -28,18 +27,11 @@ SMALL = random.Random(2).randbytes(3000)
 KEPT = 1 << 2 | 1 << 28  # CAP_DAC_READ_SEARCH, CAP_LEASE
 
 
-def _ckptfs(*arguments: object) -> str:
-    command = [sys.executable, "-P", "-m", "ckptfs.fs.cli", *map(str, arguments)]
+def _verify(*arguments: object) -> str:
+    command = [sys.executable, "-P", "-m", "ckptfs.fs.cli", "verify", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd="/")
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.02)
 
 
 def _agent_pid(node: ClusterNode) -> int:
@@ -50,7 +42,7 @@ def _agent_pid(node: ClusterNode) -> int:
 
 def _user_of(store: Path) -> int:
     """Whom a cluster's agents are to run as."""
-    uid = agent_user("", StoreDirectory.open(store).cluster or b"").uid
+    uid = agent_user("", StoreDirectory.open(store).cluster or b"", "127.0.0.1:0").uid
     assert uid != 0
     return uid
 
@@ -96,52 +88,53 @@ def _as_an_earlier_release_leaves_it(cluster: LocalCluster) -> None:
         os.chown(path, 0, 0)
 
 
-def test_the_whole_path_goes_with_agents_that_gave_up_root_and_over_a_store_of_an_earlier_release(start_cluster: Any) -> None:
-    cluster: LocalCluster = start_cluster(3, settle_seconds=0.05)
-    first, second, third = cluster.nodes
+@contextlib.contextmanager
+def _kept_by_its_drive(path: Path) -> Iterator[None]:
+    subprocess.run(["chattr", "+i", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", path], check=True)
+
+
+def test_the_whole_path_goes_with_agents_that_gave_up_root_and_over_stores_of_an_earlier_release(start_cluster: Any) -> None:
+    cluster: LocalCluster = start_cluster(2, data_shards=1, parity_shards=1, settle_seconds=0.05)
+    first, second = cluster.nodes
     uid = _user_of(first.store)
     (first.mountpoint / "big").write_bytes(BIG)
     (first.mountpoint / "small").write_bytes(SMALL)
-    _ckptfs("flush", first.mountpoint, "--timeout", 60)
+    assert wait_until([first.mountpoint], "protected", 60.0, shown=False)[0] == []
     for node in cluster.nodes:
         _check_rights(node, uid)
     _check_owners(cluster, uid)
-    document = json.loads(_ckptfs("status", cluster.directory, "--json"))
-    assert {node["agent"]["user"]["uid"] for node in document["nodes"]} == {uid}
 
     # A local copy is made, read by the mount process, and evicted.
-    assert (third.mountpoint / "big").read_bytes() == BIG
-    copies = third.store / "copies"
+    assert (second.mountpoint / "big").read_bytes() == BIG
+    copies = second.store / "copies"
     assert [path for path in copies.rglob("*") if path.is_file()]
-    _wait(lambda: bool(call(third.store / "run" / "agent.sock", {"do": "keep_free", "bytes": 1 << 60})["ok"]))
-    _wait(lambda: not [path for path in copies.rglob("*") if path.is_file()])
+    wait_for(lambda: bool(call(second.store / "run/agent.sock", {"do": "keep_free", "bytes": 1 << 60})["ok"]), "room", 60)
+    wait_for(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the end of the copy", 60)
 
     # A shard and the home's segment, which is root's, are damaged and made anew.
-    shard = next(path for path in (second.store / "shards").rglob("*") if path.is_file())
+    shards = [next(path for path in (node.store / "shards").rglob("*") if path.is_file()) for node in cluster.nodes]
     segment = next(path for path in (first.store / "segments").rglob("*") if path.is_file() and path.stat().st_size == len(BIG))
-    for path in (shard, segment):
+    for path in (shards[1], segment):
         with open(path, "r+b") as file:
             file.seek(8192)
             file.write(bytes(8192))
-    assert "repaired" in _ckptfs("verify", cluster.directory, "--deep", "--repair")
-    _ckptfs("verify", cluster.directory, "--deep")
+    assert "repaired" in _verify(cluster.directory, "--deep", "--repair")
 
-    pid = _agent_pid(second)
-    os.kill(pid, signal.SIGKILL)
-    _wait(lambda: second.processes.pids()["agent"] not in (None, pid) and second.peers_in_reach() == 3)
-    _check_rights(second, uid)
-
+    # One drive keeps the owners of what an earlier release left.
     cluster.down(remove=False)
     _as_an_earlier_release_leaves_it(cluster)
-    cluster.up(None, ClusterSettings())
-    for node in cluster.nodes:
-        _check_rights(node, uid)
-    _check_owners(cluster, uid)
-    _ckptfs("verify", cluster.directory, "--deep")
-    (second.mountpoint / "later").write_bytes(SMALL)
-    _ckptfs("flush", second.mountpoint, "--timeout", 60)
-
-    cluster.kill(0)
-    cluster.kill(1)
+    with _kept_by_its_drive(shards[0]):
+        cluster.up(None, ClusterSettings())
+        _check_rights(second, uid)
+        user = call(first.store / "run/agent.sock", {"do": "status"})["user"]
+        assert (user["uid"], os.stat(f"/proc/{_agent_pid(first)}").st_uid) == (0, 0)
+        assert f"{shards[0]} can't be given to the number {uid} (Operation not permitted)" in user["why"]
+        (first.mountpoint / "later").write_bytes(SMALL)
+        assert wait_until([first.mountpoint], "protected", 60.0, shown=False)[0] == []
+        cluster.kill(0)
     for name, content in (("big", BIG), ("small", SMALL), ("later", SMALL)):
-        assert (third.mountpoint / name).read_bytes() == content
+        assert (second.mountpoint / name).read_bytes() == content
