@@ -6,6 +6,7 @@ integers that grow with each successful transaction that changes something (and 
 """
 
 from collections.abc import AsyncGenerator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -76,11 +77,14 @@ OPERATIONS_MAX = 120
 """Limits of one transaction: etcd's 128, less what an engine adds; a key may appear once among the operations."""
 
 
+_key = itemgetter(0)
+
+
 def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation], session: str | None) -> None:
     """What every engine refuses, before it does anything. Raises `ValueError`."""
     if len(compares) > COMPARES_MAX or len(operations) > OPERATIONS_MAX:
         raise ValueError(f"a transaction of {len(compares)} compares and {len(operations)} operations is too long")
-    if len({operation.key for operation in operations}) != len(operations):
+    if len(set(map(_key, operations))) != len(operations):
         raise ValueError("a transaction names one key twice")
     if session is None:
         for operation in operations:

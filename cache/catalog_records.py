@@ -4,6 +4,8 @@ import stat
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from ckptfs.cache.catalog_format import (
     FORMAT_VERSION,
     NAME_SIZE_MAX,
@@ -119,13 +121,22 @@ def inode_put(ino: InodeNumber, inode: Inode) -> Put:
     return Put(inode_key(ino), value)
 
 
+def remembered_inode(value: bytes) -> Inode:
+    """What an inode's record says. Raises `DamagedData`."""
+    return _inodes.get(value) or _remember(value, unpack(Inode, value))
+
+
 async def existing_inode(kv: KeyValue, ino: InodeNumber) -> tuple[Inode, int]:
     """The inode's record and its revision. Raises `NoSuchName` when it is gone."""
     entry = await kv.get(inode_key(ino))
     if entry is None:
         raise InodeGone(f"inode {ino} does not exist")
-    value = entry.value
-    return _inodes.get(value) or _remember(value, unpack(Inode, value)), entry.mod_revision
+    return remembered_inode(entry.value), entry.mod_revision
+
+
+def with_times(inode: Inode, times: DirectoryTimes) -> Inode:
+    """A directory's record with the times of its own, which changes below it set."""
+    return msgspec.structs.replace(inode, mtime_ns=times.mtime_ns, ctime_ns=max(inode.ctime_ns, times.ctime_ns))
 
 
 async def existing_directory(kv: KeyValue, ino: InodeNumber) -> Inode:

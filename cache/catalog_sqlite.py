@@ -32,7 +32,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import trio
@@ -153,6 +153,15 @@ class SqliteCatalog:
 
     async def catch_up(self) -> None:
         """Nothing to do: reads go straight to the file."""
+
+    def known(self, key: bytes) -> Any:
+        """The key's entry or None if that is in memory and as of now, else `MISSING`."""
+        return self._records.current(key)
+
+    def known_count(self, prefix: bytes) -> int | None:
+        """As `count`, if that is in memory and as of now."""
+        self._records.refresh()
+        return self._records.count(prefix)
 
     async def get(self, key: bytes) -> Entry | None:
         records = self._records

@@ -56,6 +56,7 @@ from ckptfs.cache.catalog_records import (
     inode_put,
     repeated,
     touched,
+    with_times,
 )
 from ckptfs.cache.errors import (
     DamagedData,
@@ -223,8 +224,7 @@ class Namespace:
         entry = await self.kv.get(times_key(ino))
         if entry is None:
             return inode
-        times = unpack(DirectoryTimes, entry.value)
-        return msgspec.structs.replace(inode, mtime_ns=times.mtime_ns, ctime_ns=max(inode.ctime_ns, times.ctime_ns))
+        return with_times(inode, unpack(DirectoryTimes, entry.value))
 
     async def nlink(self, ino: InodeNumber, inode: Inode) -> int:
         """The link count stat shows: a directory has one for its name, one for `.`, one for each subdirectory's `..`."""

@@ -12,11 +12,10 @@ import msgspec
 from ckptfs.cache.catalog_format import Inode
 from ckptfs.cache.errors import InodeGone
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
-from ckptfs.cache.mount_db import FileState
 from ckptfs.cache.namespace import Namespace
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.open_files import FileInUse, OpenFiles
-from ckptfs.fs.remote_content import RemoteContent
+from ckptfs.fs.remote_content import RemoteAttributes, RemoteContent
 from ckptfs.fs.removed_inodes import RemovedInodes
 
 BLOCK_SIZE_BYTES = 1 << 20
@@ -64,27 +63,35 @@ class AttributeView:
         return inode.writer is not None and inode.writer.store != self._store
 
     async def _shown(self, ino: InodeNumber, inode: Inode) -> _Shown:
-        size, mtime_ns, ctime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.blocks
-        valid = self._valid
-        nlink = inode.nlink
+        nlink, remote = inode.nlink, None
         if inode.is_directory:
             nlink = await self._namespace.nlink(ino, inode)
+        elif self.written_elsewhere(inode) and inode.is_regular:
+            file = self._open_files.get(ino)
+            if file is None or not file.has_the_bytes:
+                opened = (Vid(b""), None) if file is None else (file.vid, file.remote)
+                remote = await self._remote.attributes(ino, *opened)
+        return self._shown_with(ino, inode, nlink, remote)
+
+    def _shown_with(self, ino: InodeNumber, inode: Inode, nlink: int, remote: RemoteAttributes | None) -> _Shown:
+        """`remote`: what the node says that writes it, unless this one does."""
+        size, mtime_ns, ctime_ns, blocks = inode.size, inode.mtime_ns, inode.ctime_ns, inode.blocks
+        valid = self._valid
+        if inode.is_directory:
             size = 4096
+        elif remote is not None:
+            size, blocks = remote.size, remote.blocks
+            mtime_ns, ctime_ns = inode.mtime_with(remote.mtime_ns), inode.ctime_with(remote.mtime_ns)
+            valid = (0, 0)
         elif inode.is_regular:
             file = self._open_files.get(ino)
-            if file is not None and file.is_home and file.state in (FileState.OPEN, FileState.ORPHAN):
+            if file is not None and file.has_the_bytes:
                 assert file.descriptor is not None
                 status = os.fstat(file.descriptor)
                 size, blocks = status.st_size, status.st_blocks
                 mtime_ns, ctime_ns = inode.mtime_with(status.st_mtime_ns), inode.ctime_with(status.st_mtime_ns)
                 if file.guests:  # who write it behind this kernel's back
                     valid = (0, 0)
-            elif self.written_elsewhere(inode):
-                opened = (Vid(b""), None) if file is None else (file.vid, file.remote)
-                remote = await self._remote.attributes(ino, *opened)
-                size, blocks = remote.size, remote.blocks
-                mtime_ns, ctime_ns = inode.mtime_with(remote.mtime_ns), inode.ctime_with(remote.mtime_ns)
-                valid = (0, 0)
         elif inode.target:
             size = len(inode.target)
         if blocks < 0:
@@ -93,7 +100,10 @@ class AttributeView:
 
     async def attributes(self, ino: InodeNumber, inode: Inode) -> tuple[bytes, tuple[int, int]]:
         """The packed attributes, and how long they are valid (seconds, nanoseconds)."""
-        size, blocks, nlink, (mtime, mtime_nsec), (ctime, ctime_nsec), valid = await self._shown(ino, inode)
+        return self._packed(ino, inode, await self._shown(ino, inode))
+
+    def _packed(self, ino: InodeNumber, inode: Inode, shown: _Shown) -> tuple[bytes, tuple[int, int]]:
+        size, blocks, nlink, (mtime, mtime_nsec), (ctime, ctime_nsec), valid = shown
         atime, atime_nsec = divmod(inode.atime_ns, _SECOND_NS)
         packed = fuse.ATTRIBUTES.pack(
             ino,
@@ -157,6 +167,18 @@ class AttributeView:
         """A `fuse_attr_out`: what GETATTR and SETATTR answer."""
         packed, (seconds, nanoseconds) = await self.attributes(ino, inode)
         return fuse.ATTR_OUT.pack(seconds, nanoseconds, 0) + packed
+
+    def known_attr(self, ino: InodeNumber, inode: Inode, nlink: int) -> bytes | None:
+        """As `attr`, given the count that a directory has; None where another node has to be asked."""
+        if self.written_elsewhere(inode):
+            return None
+        packed, (seconds, nanoseconds) = self._packed(ino, inode, self._shown_with(ino, inode, nlink, None))
+        return fuse.ATTR_OUT.pack(seconds, nanoseconds, 0) + packed
+
+    def orphan(self, ino: InodeNumber) -> Inode | None:
+        """The record of a file in use whose last name is gone."""
+        file = self._open_files.get(ino)
+        return None if file is None else file.orphan
 
     async def current(self, ino: InodeNumber) -> Inode:
         """The inode's record, also of one whose last name is gone while it is in use. Raises `InodeGone`."""

@@ -19,7 +19,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -80,6 +80,9 @@ Body = memoryview
 Answer = bytes | bytearray
 Handler = Callable[[RequestHeader, memoryview], Awaitable[Answer | None]]
 """Takes a request and returns the body of the answer; None answers nothing. The view is the handler's until it returns."""
+
+AtOnce = Callable[[RequestHeader, memoryview], Answer | int | None]
+"""Answers a request at once where it can, with the body of the answer or an errno; None leaves it to its handler."""
 
 
 class Negotiated(msgspec.Struct, frozen=True):
@@ -162,7 +165,8 @@ class _Waiting:
 class FuseSession:
     """One process's turn at a FUSE connection. The descriptor is the caller's. `continues`: an earlier process had its turn;
     what it and the kernel agreed on is `negotiated`, None if it was killed before that. `on_pause` is called when nothing was
-    asked for a moment. `lull` is what handlers wait for that wait for this session's."""
+    asked for a moment. `lull` is what handlers wait for that wait for this session's. `on_answered` is told of what handlers
+    answered, not of what was answered `at_once`."""
 
     def __init__(
         self,
@@ -176,11 +180,13 @@ class FuseSession:
         on_answered: Callable[[int], None] = lambda unique: None,
         on_pause: Callable[[], object] = lambda: None,
         lull: Lull | None = None,
+        at_once: Mapping[int, AtOnce] | None = None,
     ) -> None:
         if device >= 1024:
             raise ValueError("the device's descriptor must be one that select(2) can take")
         self._device = device
         self._handlers = handlers
+        self._at_once = at_once or {}
         self._allow_passthrough = allow_passthrough
         self._continues = continues
         self.negotiated = negotiated
@@ -277,7 +283,7 @@ class FuseSession:
                     if waits is not None:
                         give_up_baton()
                         await self._wait_for(*waits)
-                    elif time.monotonic() > turn_ends:
+                    elif self._last_request > turn_ends:
                         await trio.lowlevel.checkpoint()
                         turn_ends = time.monotonic() + INLINE_SECONDS_MAX
             finally:
@@ -321,6 +327,15 @@ class FuseSession:
         if unique & fuse.UNIQUE_RESEND:
             header = header._replace(unique=unique & ~fuse.UNIQUE_RESEND)
         try:
+            answer_at_once = self._at_once.get(header.opcode)
+            answer = None if answer_at_once is None else answer_at_once(header, body)
+            if answer is not None:
+                self._let_go(buffer, body)
+                if isinstance(answer, int):
+                    self._answer((fuse.error_reply(unique, answer), b""))
+                else:
+                    self._answer((_pack_answer(_ANSWER_SIZE + len(answer), 0, unique), answer))
+                return None
             handler = self._handlers.get(header.opcode)
             if handler is None:
                 if header.opcode != Opcode.INIT:

@@ -129,13 +129,13 @@ class InodeOperations:
         value = (await self._view.current(InodeNumber(header.nodeid))).xattrs.get(name)
         if value is None:
             raise OSError(errno.ENODATA, "no such attribute")
-        return _sized(value, size)
+        return sized(value, size)
 
     async def listxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         (size, _) = fuse.GETXATTR_IN.unpack_from(body)
         names = (await self._view.current(InodeNumber(header.nodeid))).xattrs
         shown = (name for name in names if header.uid == 0 or not name.startswith(TRUSTED))
-        return _sized(b"".join(name + b"\0" for name in shown), size)
+        return sized(b"".join(name + b"\0" for name in shown), size)
 
     async def setxattr(self, header: RequestHeader, body: memoryview) -> bytes:
         size, flags, more_flags, _ = fuse.SETXATTR_IN.unpack_from(body)
@@ -181,11 +181,16 @@ class InodeOperations:
         )
 
 
+def is_kept(name: bytes) -> bool:
+    """Whether an attribute of that name can be set."""
+    return (name.startswith(NAMESPACES) and name not in NAMESPACES) or name in ACL_NAMES
+
+
 def _check_kept(name: bytes) -> None:
     """Raise for an attribute's name that ext4 has no place for either."""
     if name in NAMESPACES:
         raise OSError(errno.EINVAL, "an attribute's name ends with its namespace")
-    if not name.startswith(NAMESPACES) and name not in ACL_NAMES:
+    if not is_kept(name):
         raise OSError(errno.EOPNOTSUPP, "this attribute namespace is not kept")
 
 
@@ -200,7 +205,7 @@ def _time(
     return moment_ns(signed, nanoseconds)
 
 
-def _sized(value: bytes, size: int) -> bytes:
+def sized(value: bytes, size: int) -> bytes:
     """What getxattr(2) and listxattr(2) give: the length alone when asked with size 0."""
     if size == 0:
         return fuse.GETXATTR_OUT.pack(len(value), 0)

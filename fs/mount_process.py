@@ -24,6 +24,7 @@ from ckptfs.cache.catalog_kv import KeyValue
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import CacheError, DamagedData
 from ckptfs.cache.ids import InodeNumber, SegmentId, StoreId, Vid
+from ckptfs.cache.known_records import KnownRecords
 from ckptfs.cache.mount_db import CATALOG_FACT, MountDatabase
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.refusal_mark import RefusalMark
@@ -57,6 +58,7 @@ from ckptfs.fs.home_calls import answer_as_message, from_message
 from ckptfs.fs.inode_operations import InodeOperations
 from ckptfs.fs.kernel_cache import KernelCache
 from ckptfs.fs.kernel_use import KernelUse
+from ckptfs.fs.known_answers import KnownAnswers
 from ckptfs.fs.last_use import last_use
 from ckptfs.fs.local_socket import LocalClient, Message, NodeNotAnswering, bind, serve
 from ckptfs.fs.mount_recovery import MountRecovery
@@ -293,6 +295,7 @@ class MountProcess:
             on_answered=answered,
             on_pause=self._database.settle_debts,
             lull=lull,
+            at_once={} if self._catalog_file is None else KnownAnswers(KnownRecords(self._catalog_file), view).at_once(),
         )
         if session.negotiated is not None:
             if not session.negotiated.resend:

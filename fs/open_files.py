@@ -95,6 +95,11 @@ class FileInUse:
         return self.segment is not None
 
     @property
+    def has_the_bytes(self) -> bool:
+        """Whether its segment says more than the inode's record: it is being written here, or has no name."""
+        return self.segment is not None and self.state in (FileState.OPEN, FileState.ORPHAN)
+
+    @property
     def is_held(self) -> bool:
         """Whether a program has it open, here or, for writing, on another node."""
         return self.handles > 0 or self.guests > 0

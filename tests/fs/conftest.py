@@ -23,6 +23,7 @@ from ckptfs.cache import refusal_mark
 from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, VersionState
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.ids import InodeNumber, NodeId, SegmentId, StoreId, Vid
+from ckptfs.cache.known_records import KnownRecords
 from ckptfs.cache.mount_db import MountDatabase
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
 from ckptfs.cache.namespace import Namespace
@@ -42,9 +43,10 @@ from ckptfs.fs.file_records import FileRecords
 from ckptfs.fs.files import FileOperations
 from ckptfs.fs.fuse_errors import errno_of
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
-from ckptfs.fs.fuse_session import FuseSession, Handler, Lull
+from ckptfs.fs.fuse_session import Answer, AtOnce, FuseSession, Handler, Lull
 from ckptfs.fs.growing import GrowingFiles
 from ckptfs.fs.inode_operations import InodeOperations
+from ckptfs.fs.known_answers import KnownAnswers
 from ckptfs.fs.local_socket import LocalClient, serve
 from ckptfs.fs.mount_recovery import MountRecovery
 from ckptfs.fs.nameless_files import NamelessFiles
@@ -156,6 +158,7 @@ class BareNode:
     set_back: SetBackMark
     lives: list["BareNode"]
     lull: Lull
+    at_once: dict[int, AtOnce]
     alive: bool = True
 
     def handlers(self) -> dict[int, Handler]:
@@ -170,11 +173,19 @@ class BareNode:
         header = RequestHeader(fuse.IN_HEADER.size + len(body), opcode, number, ino, uid, gid, 1, 0, 0)
         try:
             with memoryview(body) as view:
-                answer = await handlers[opcode](header, view)
+                known = self.at_once[opcode](header, view) if opcode in self.at_once else None
+                answer: Answer | int | None = None
+                try:
+                    answer = await handlers[opcode](header, view)
+                except Exception as error:
+                    answer = errno_of(error)
+                    raise
+                finally:
+                    assert known is None or known == answer, "what is answered at once is not what the handler answers"
         finally:
             if unique is None:
                 self.tell(number)
-        return bytes(answer or b"")
+        return b"" if answer is None or isinstance(answer, int) else bytes(answer)
 
     async def ask_at_once(self, requests: dict[int, tuple[int, int, bytes]], answers: dict[int, tuple[int, bytes]]) -> None:
         """Have a session read these requests, by number (opcode, inode, body), all of which are there when it begins. `answers`
@@ -193,6 +204,7 @@ class BareNode:
                 on_negotiated=lambda agreed: None,
                 on_answered=self.tell,
                 lull=self.lull,
+                at_once=self.at_once,
             )
             try:
                 with trio.fail_after(60):
@@ -456,6 +468,7 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
                 set_back,
                 nodes,
                 lull,
+                KnownAnswers(KnownRecords(kv), view).at_once(),
             )
         )
         return nodes[-1]

@@ -17,7 +17,7 @@ from ckptfs.cache import errors as cache
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_errors import ContentUnreachable, errno_of
 from ckptfs.fs.fuse_format import InitFlag, Opcode, RequestHeader
-from ckptfs.fs.fuse_session import HELD_REQUESTS_MAX, READ_AHEAD_MAX, WORKERS, FuseSession, Handler, Lull, Negotiated
+from ckptfs.fs.fuse_session import HELD_REQUESTS_MAX, READ_AHEAD_MAX, WORKERS, AtOnce, FuseSession, Handler, Lull, Negotiated
 from ckptfs.fs.local_socket import NodeNotAnswering
 
 OFFERED = (
@@ -89,6 +89,7 @@ def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
         allow_passthrough: bool = True,
         negotiated: Negotiated | None = None,
         lull: Lull | None = None,
+        at_once: dict[int, AtOnce] | None = None,
     ) -> AsyncIterator[tuple[Kernel, FuseSession]]:
         kernel = Kernel(ends[1])
         session = FuseSession(
@@ -100,6 +101,7 @@ def serve(ends: tuple[socket.socket, socket.socket]) -> Serve:
             on_negotiated=kernel.negotiated.append,
             on_answered=kernel.answered.append,
             lull=lull,
+            at_once=at_once,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(session.run)
@@ -209,6 +211,26 @@ async def test_what_nobody_handles_is_not_implemented(serve: Serve, opcode: int)
     async with serve({Opcode.READ: _echo}) as (kernel, session):
         assert await kernel.ask(opcode, 3) == (errno.ENOSYS, 3, b"")
         assert session.statistics().unexpected_errors == 0
+
+
+async def test_what_is_known_at_once_needs_no_handler(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def known(header: RequestHeader, body: memoryview) -> bytes | int | None:
+        if header.nodeid == 4:
+            raise cache.DamagedData("a record makes no sense")
+        return {1: None, 2: b"known", 3: errno.ENOENT}[header.nodeid]
+
+    async with serve({Opcode.LOOKUP: _echo}, at_once={Opcode.LOOKUP: known}) as (kernel, session):
+        for nodeid, answer in (
+            (1, (0, 1, b"asked")),
+            (2, (0, 2, b"known")),
+            (3, (errno.ENOENT, 3, b"")),
+            (4, (errno.EIO, 4, b"")),
+        ):
+            kernel.send(Opcode.LOOKUP, nodeid, b"asked", nodeid)
+            assert await kernel.receive() == answer
+        assert kernel.answered == [1, 4]  # of a handler, and of an error
+        assert session.statistics().unexpected_errors == 0
+    assert "makes no sense" in caplog.text
 
 
 async def test_what_needs_no_answer_gets_none(serve: Serve) -> None:
