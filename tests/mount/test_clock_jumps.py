@@ -3,7 +3,7 @@
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +13,12 @@ from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.local_cluster import ClusterNode, LocalCluster
 from ckptfs.fs.local_socket import call
 from waiting import wait_for
+from wrong_clock import WrongClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(120)]
 
 CONTENT = random.Random(1).randbytes(4 << 20)
 YEAR_SECONDS = 366 * 24 * 3600
-
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-/* The wall clock, by as many seconds wrong as the file says that the environment names. */
-static volatile const long *shift;
-
-__attribute__((constructor)) static void begin(void)
-{
-    int file = open(getenv("CKPTFS_TEST_CLOCK"), O_RDONLY | O_CLOEXEC);
-    void *found = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
-    if (found == MAP_FAILED)
-        abort();
-    shift = found;
-    close(file);
-}
-
-int clock_gettime(clockid_t id, struct timespec *now)
-{
-    int failed = (int)syscall(SYS_clock_gettime, id, now);
-    if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) && shift)
-        now->tv_sec += *shift;
-    return failed;
-}
-
-int gettimeofday(struct timeval *now, void *zone)
-{
-    struct timespec exact;
-    (void)zone;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    now->tv_sec = exact.tv_sec;
-    now->tv_usec = exact.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *now)
-{
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    if (now)
-        *now = exact.tv_sec;
-    return exact.tv_sec;
-}
-"""
 
 
 def protect(*paths: Path) -> None:
@@ -80,21 +30,12 @@ SetClock = Callable[[int], None]
 
 
 @pytest.fixture
-def set_clock(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SetClock]:
+def set_clock(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
     """`set_clock(seconds)`: the wall clock of what is started from here on is so far ahead; the kernel's own goes on."""
-    library, clock = scratch / "clock.so", scratch / "clock"
-    (scratch / "clock.c").write_text(CLOCK)
-    flags = ["-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, "-o", library, scratch / "clock.c"], check=True)
-    with open(clock, "w+b", buffering=0) as file:
-
-        def set_clock(seconds: int) -> None:
-            os.pwrite(file.fileno(), seconds.to_bytes(8, "little", signed=True), 0)
-
-        set_clock(0)
-        monkeypatch.setenv("CKPTFS_TEST_CLOCK", str(clock))
-        monkeypatch.setenv("LD_PRELOAD", str(library))
-        yield set_clock
+    clock = WrongClock(scratch)
+    for name, value in clock.environment.items():
+        monkeypatch.setenv(name, value)
+    return clock.set
 
 
 def year_of() -> int:
