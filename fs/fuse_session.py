@@ -40,6 +40,8 @@ SPIN_SECONDS = 0.00006
 """At first the listener asks again and again: waking a sleeping thread took a quarter of the time of a small file."""
 INLINE_SECONDS_MAX = 0.002
 """How long the listener may keep the thread before other tasks get a turn."""
+HELD_SPIN_SECONDS = 0.00005
+"""So long the session waits where fewer wait for the lull than for the last one: their programs are about to ask."""
 HELD_REQUESTS_MAX = 32
 """So many requests at most are handled before those that wait for a lull are gone on with without one: about a millisecond."""
 BACKGROUND_MAX = 64
@@ -198,6 +200,8 @@ class FuseSession:
         """Those whose handlers wait for the lull, and when it has come, those that are still to be gone on with."""
         self._is_lull = False
         self._held_until = 0
+        self._held_before = 1
+        """So many waited for one of the last lulls."""
         self._buffers: list[bytearray] = []
         self._poller = select.poll()
         self._poller.register(device, select.POLLIN)
@@ -273,7 +277,9 @@ class FuseSession:
                     elif (not self._held or self._requests < self._held_until) and (received := self._read()) is not None:
                         waits = self._begin(*received)
                     elif self._held:
-                        self._is_lull = True
+                        if len(self._held) >= self._held_before or not self._more_within(HELD_SPIN_SECONDS):
+                            self._held_before = max(len(self._held), self._held_before - 1)
+                            self._is_lull = True
                     elif self._ended.is_set():
                         break
                     elif not self._more_soon():
@@ -292,12 +298,16 @@ class FuseSession:
 
     def _more_soon(self) -> bool:
         """Whether another request arrives within `SPIN_SECONDS` and then `LINGER_SECONDS`."""
+        return self._more_within(SPIN_SECONDS) or bool(select.select([self._device], [], [], LINGER_SECONDS)[0])
+
+    def _more_within(self, seconds: float) -> bool:
+        """Ask again and again."""
         poll = self._poller.poll
-        ends = time.monotonic() + SPIN_SECONDS
+        ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             if poll(0):
                 return True
-        return bool(select.select([self._device], [], [], LINGER_SECONDS)[0])
+        return False
 
     def _read(self) -> tuple[bytearray, int] | None:
         """One request and the buffer it is in, or None when there is none now."""

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, cast
 
 import pytest
 import trio
@@ -15,6 +16,7 @@ import trio.testing
 
 from ckptfs.cache import errors as cache
 from ckptfs.fs import fuse_format as fuse
+from ckptfs.fs import fuse_session
 from ckptfs.fs.fuse_errors import ContentUnreachable, errno_of
 from ckptfs.fs.fuse_format import InitFlag, Opcode, RequestHeader
 from ckptfs.fs.fuse_session import HELD_REQUESTS_MAX, READ_AHEAD_MAX, WORKERS, AtOnce, FuseSession, Handler, Lull, Negotiated
@@ -487,6 +489,37 @@ async def test_those_that_wait_for_a_lull_are_gone_on_with_when_all_is_read(serv
             kernel.send(Opcode.WRITE if unique == 3 else Opcode.CREATE, unique, b"%d" % unique)
         assert [(await kernel.receive()) for _ in range(6)] == [(0, unique, b"%d" % unique) for unique in (3, 0, 1, 2, 4, 5)]
     assert begun_before == [5] * 5
+
+
+async def test_a_lull_is_put_off_a_little_where_more_waited_for_the_last(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_session, "HELD_SPIN_SECONDS", 60)
+
+    class Late:
+        """Something to read while it is asked whether there is."""
+
+        def poll(self, timeout: int) -> list[tuple[int, int]]:
+            kernel.send(Opcode.CREATE, 4)
+            session._poller = poller
+            return poller.poll(timeout)
+
+    async def count(header: RequestHeader, body: memoryview) -> bytes:
+        return b"%d" % len(held.begun)
+
+    held = Held(count)
+    async with serve({Opcode.CREATE: held}, lull=held.lull) as (kernel, session):
+        kernel.send(Opcode.CREATE, 1)
+        kernel.send(Opcode.CREATE, 2)
+        assert [await kernel.receive() for _ in range(2)] == [(0, 1, b"2"), (0, 2, b"2")]
+        await trio.testing.wait_all_tasks_blocked()
+        poller = session._poller
+        session._poller = cast(Any, Late())
+        kernel.send(Opcode.CREATE, 3)
+        assert [await kernel.receive() for _ in range(2)] == [(0, 3, b"4"), (0, 4, b"4")]
+        monkeypatch.setattr(fuse_session, "HELD_SPIN_SECONDS", 0)
+        for unique in (5, 6):
+            assert await kernel.ask(Opcode.CREATE, unique) == (0, unique, b"%d" % unique)
+        monkeypatch.setattr(fuse_session, "HELD_SPIN_SECONDS", 60)
+        assert await kernel.ask(Opcode.CREATE, 7) == (0, 7, b"7")  # one program is left, and need not wait
 
 
 async def test_one_that_goes_on_to_wait_for_something_else_holds_up_none_of_the_others(serve: Serve) -> None:
