@@ -8,6 +8,7 @@ who opens more waits for those first.
 import errno
 import logging
 import resource
+import time
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -22,6 +23,7 @@ SPARE_COUNT = 128
 
 WAIT_SECONDS_MAX = 5.0
 LOOK_SECONDS = 0.02
+"""How long a look at the limit holds, and between looks whether there is room again."""
 
 TAKES_ONE = (Opcode.CREATE, Opcode.OPEN, Opcode.MKNOD, Opcode.TMPFILE)
 
@@ -39,6 +41,8 @@ class DescriptorRoom:
         self._in_use = in_use
         self._closed = closed
         self._hurry = hurry
+        self._files_max = 0
+        self._look_at = 0.0
         self.shortage = ""
 
     def guarded(self, handlers: dict[int, Handler], was_carried_out: Callable[[int], bool]) -> dict[int, Handler]:
@@ -77,8 +81,11 @@ class DescriptorRoom:
         return self.shortage
 
     def _is_there(self) -> bool:
-        limit = limit_now()
-        return self._in_use() < limit - min(SPARE_COUNT, limit // 2)
+        now = time.monotonic()
+        if now >= self._look_at:
+            limit = limit_now()
+            self._files_max, self._look_at = limit - min(SPARE_COUNT, limit // 2), now + LOOK_SECONDS
+        return self._in_use() < self._files_max
 
     def _note(self) -> bool:
         """Whether another file may be opened now; puts down in `shortage` how it is."""

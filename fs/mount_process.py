@@ -333,7 +333,9 @@ class MountProcess:
         )
         await recovery.run()
         await growing.begin()
-        self._sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, self._database, store.store_id)
+        self._sweep = SegmentSweep(
+            namespace, versions, segments, open_files, reclaimer, self._database, store.store_id, session.is_busy
+        )
         self._release = SegmentRelease(
             versions,
             segments,

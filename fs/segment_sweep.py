@@ -14,7 +14,7 @@ of the catalog doesn't know may be the only bytes there are.
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import trio
@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 
 ROWS_SECONDS = 2.0
+GIVE_WAY_SECONDS = 0.1
+GIVE_WAY_SECONDS_MAX = 4.0
+"""While programs ask without a pause, looking at the rows waits up to so long: those of all that they make are among them, and
+it is done in the thread that answers."""
 SEGMENTS_SECONDS = 60.0
 PAUSE_FACTOR = 50
 """A sweep takes at most so small a part of the time, however many files there are."""
@@ -55,7 +59,9 @@ class SegmentSweep:
         reclaimer: Reclaimer,
         database: MountDatabase,
         store: StoreId,
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_busy`: whether programs are asking without a pause."""
         self._namespace = namespace
         self._versions = versions
         self._segments = segments
@@ -63,6 +69,7 @@ class SegmentSweep:
         self._reclaimer = reclaimer
         self._database = database
         self._store = store
+        self._is_busy = is_busy
         agreed = database.fact(AGREED_FACT)
         self._swept = None if agreed is None else int(agreed)
         self._noted = self._swept
@@ -76,6 +83,9 @@ class SegmentSweep:
         rows_at = segments_at = 0.0
         while True:
             started = trio.current_time()
+            if started >= rows_at and started < rows_at + GIVE_WAY_SECONDS_MAX and self._is_busy():
+                await trio.sleep(GIVE_WAY_SECONDS)
+                continue
             if started >= rows_at:
                 await self.sweep_rows()
                 rows_at = trio.current_time() + ROWS_SECONDS
