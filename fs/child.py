@@ -38,8 +38,8 @@ class Child:
         os.close(self._descriptor)
         return status
 
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        self._signal(number)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

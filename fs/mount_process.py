@@ -68,6 +68,8 @@ from ckptfs.fs.names import NameOperations
 from ckptfs.fs.noted_writes import NotedWrites
 from ckptfs.fs.open_files import Handle, OpenFiles
 from ckptfs.fs.process_start import (
+    END_MOUNT_SIGNAL,
+    be_killed_by_signals,
     be_killed_for_memory,
     death_logged,
     die_with_parent,
@@ -362,7 +364,7 @@ class MountProcess:
             nursery.start_soon(growing.run)
             nursery.start_soon(self._space.run)
             nursery.start_soon(self._checkpoint_now_and_then)
-            nursery.start_soon(self._end_on_signal, nursery.cancel_scope)
+            nursery.start_soon(self._end_on_signal)
             nursery.start_soon(self._wake_agent, False)
             nursery.start_soon(self._sweep.run)
             nursery.start_soon(self._release.run)
@@ -425,11 +427,12 @@ class MountProcess:
         repeats.all_repeated()
         await close_ghosts(self._open_files, let_go, self._kernel_use.of)
 
-    async def _end_on_signal(self, scope: trio.CancelScope) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+    async def _end_on_signal(self) -> None:
+        with trio.open_signal_receiver(END_MOUNT_SIGNAL) as signals:
             async for _ in signals:
                 await self._end()
-                scope.cancel()
+                # Not with 0, which says that the mount is gone: programs have it, and wait for the next process if there is one.
+                os.kill(os.getpid(), signal.SIGKILL)
 
     async def _end(self) -> None:
         """Leave as little as possible in flight."""
@@ -654,6 +657,7 @@ def main() -> None:
     """Entry of the process."""
     handed_config, device, parent, incarnation, *turn = sys.argv[1:]
     die_with_parent(int(parent))
+    be_killed_by_signals()
     config = load_handed_config(int(handed_config))
     start_log(config.log_directory, "mount")
     raise_descriptor_limit()

@@ -21,6 +21,9 @@ from ckptfs.replication.errors import ReplicationError
 PR_SET_PDEATHSIG = 1
 FOR_GOOD_STATUS = 3
 """A child's exit status where its next life could do no better: the supervisor ends the node, with the reason it left."""
+END_MOUNT_SIGNAL = signal.SIGUSR1
+"""With which the supervisor asks a mount process to end. Not SIGTERM: that comes from others too (daemons that watch over memory,
+an operator), who know nothing of the programs in the mount."""
 LOG_SIZE_BYTES_MAX = 16 << 20
 LOG_FILES_KEPT = 3
 MEMORY_KILLS = Path("/proc/self/oom_score_adj")
@@ -55,6 +58,13 @@ def start_log(directory: Path, role: str) -> None:
 
 def _no_log(path: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(f"node.log_directory: {path} can't be written: {error.strerror}; nothing was mounted")
+
+
+def be_killed_by_signals() -> None:
+    """Have signals from outside end this process as SIGKILL does: at once, in the middle of requests, which come again. Python's
+    own way would unwind them, and so undo parts of what the next process is to find."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

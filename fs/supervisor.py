@@ -42,6 +42,7 @@ from ckptfs.fs.mount_users import described, users_of
 from ckptfs.fs.node_processes import NodeProcesses
 from ckptfs.fs.node_session import NodeSession
 from ckptfs.fs.process_start import (
+    END_MOUNT_SIGNAL,
     FOR_GOOD_STATUS,
     be_spared_for_memory,
     is_ready,
@@ -62,6 +63,7 @@ RESTART_SECONDS_MAX = 5.0
 STABLE_SECONDS = 10.0
 """A process that lived this long died by accident: it is restarted at once."""
 STOP_SECONDS = 20.0
+KILLED_STATUSES = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 DRAIN_ANSWER_SECONDS = 5.0
 """How much later than its deadline the agent may say what it protected."""
 DRAIN_RETRY_SECONDS = 0.2
@@ -259,7 +261,7 @@ class Supervisor:
             if child in self._replaced:
                 self._replaced.remove(child)
                 continue
-            if role == "mount" and status == 0:
+            if role == "mount" and status == 0:  # so it ends only when the kernel has told it that the connection has
                 log.info("unmounted_from_outside: the node ends")
                 await self._stop()
                 scope.cancel()
@@ -277,7 +279,7 @@ class Supervisor:
                     role,
                 )
             # One that was killed from outside says nothing about the next, and programs wait for that.
-            died_by_itself = trio.current_time() - started <= STABLE_SECONDS and status != -signal.SIGKILL
+            died_by_itself = trio.current_time() - started <= STABLE_SECONDS and status not in KILLED_STATUSES
             delay_seconds = min(2 * delay_seconds, RESTART_SECONDS_MAX) if died_by_itself else RESTART_SECONDS_MIN
             unstable_since = (unstable_since or started) if died_by_itself else None
             hopeless = unstable_since is not None and trio.current_time() - unstable_since > GIVE_UP_SECONDS
@@ -357,7 +359,7 @@ async def _ping(agent: LocalClient, timeout_seconds: float) -> None:
 
 
 async def _end(role: str, child: Child) -> None:
-    child.terminate()
+    child.terminate(END_MOUNT_SIGNAL if role == "mount" else signal.SIGTERM)
     with trio.move_on_after(STOP_SECONDS):
         await child.ended.wait()
     if not child.ended.is_set():

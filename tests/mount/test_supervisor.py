@@ -204,6 +204,31 @@ def test_a_connection_that_is_dead_is_not_taken_over(scratch: Path, manager: Ser
         process.wait(30)
 
 
+# A signal to the mount process alone
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_a_signal_to_the_mount_process_does_not_end_the_node(start_cluster: Any, passthrough: str) -> None:
+    node: ClusterNode = start_cluster(1, settle_seconds=0.1, passthrough=passthrough).nodes[0]
+    before, incarnation = node.processes.pids(), _status(node)["incarnation"]
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    with _programs(node.mountpoint, "names", "rewriting", "holding"):
+        for number in signals:
+            mount = node.processes.pids()["mount"]
+            assert mount is not None
+            os.kill(mount, number)
+            _wait(lambda mount=mount: node.processes.pids()["mount"] not in (None, mount) and node.answers())  # type: ignore[misc]
+    status, after = _status(node), node.processes.pids()
+    assert (status["incarnation"], status["unexpected_errors"]) == (incarnation, 0)
+    assert (after["supervisor"], after["agent"]) == (before["supervisor"], before["agent"])
+    log = (node.log / "supervisor.log").read_text()
+    assert log.count("process_ended role=mount") == len(signals)
+    assert "unmounted_from_outside" not in log
+    subprocess.run(["umount", node.mountpoint], check=True)  # which ends it
+    _wait(lambda: node.processes.living() == [])
+    assert "unmounted_from_outside" in (node.log / "supervisor.log").read_text()
+
+
 # Another release
 
 
