@@ -10,6 +10,8 @@ Tables::
     guest(store, incarnation, fh, ino)        one row for each handle that another node's program has to write a file here
     call(store, incarnation, number, value, size_before)
                                               one row for each such write whose outcome that node's kernel may not know
+    removed(ino, incarnation, request, record)
+                                              one row for each inode, no regular file, that has no name and is in the kernel
     prefix(ino, vid, segment, size, exposed_ns, path_hint)
                                               one row for each prefix of a file being written that waits for protection
 
@@ -18,8 +20,11 @@ Tables::
 opened for. `backing_id` is the kernel's, valid as long as the connection, or NULL; negative once the last handle is gone: it was,
 or is about to be, closed. `orphan` is the packed record of a file in use without a name, else empty; its row's `size` is the
 number of the request that changed that record last. `version` and `record` are the catalog's packed records of the version that
-is read and of the inode, as they were when it was opened. `incarnation` and `number` are the other node's FUSE connection and its
-request; `value` is how much was written, `size_before` -1, or the size of the file before an append that may have been made.
+is read and of the inode, as they were when it was opened; in `removed` the record is the inode's newest, `request` the number of
+the one that changed it last or 0, and `incarnation` the FUSE connection whose kernel has it: another's rows mean nothing. It may
+have its name after all, if the catalog says so. In `guest` and `call`, `incarnation` and `number` are the other node's FUSE
+connection and its request; `value` is how much was written, `size_before` -1, or the size of the file before an append that may
+have been made.
 
 WAL with synchronous=NORMAL: a killed process loses nothing, a power cut at most the newest rows, never the order. What concerns
 handles is committed a little later, and until then is in `mount.notes` (`row_notes`). On a drive that takes no writes any more it
@@ -88,6 +93,8 @@ _NOTED = {
     "last closed": _LAST_CLOSED,
     "call": "INSERT OR REPLACE INTO call VALUES(?, ?, ?, ?, ?)",
     "call answered": "DELETE FROM call WHERE store = ? AND incarnation = ? AND number = ?",
+    "removed": "INSERT OR REPLACE INTO removed VALUES(?, ?, ?, ?)",
+    "removed forgotten": "DELETE FROM removed WHERE ino = ?",
 }
 """The changes that are noted first. A name never comes to mean another statement."""
 
@@ -109,6 +116,8 @@ CREATE TABLE IF NOT EXISTS guest(
 CREATE TABLE IF NOT EXISTS call(
     store BLOB, incarnation INTEGER, number INTEGER, value INTEGER NOT NULL, size_before INTEGER NOT NULL,
     PRIMARY KEY(store, incarnation, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS removed(
+    ino INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, request INTEGER NOT NULL, record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS file_local ON file(vid) WHERE state = 2;
 CREATE VIEW IF NOT EXISTS opened AS
     SELECT *, 0 AS fh, 0 AS flags, 0 AS lane FROM file;
@@ -214,6 +223,15 @@ class CallRow(NamedTuple):
     number: int
     value: int
     size_before: int
+
+
+class RemovedRow(NamedTuple):
+    """One row of `removed`."""
+
+    ino: InodeNumber
+    incarnation: int
+    request: int
+    record: bytes
 
 
 class WaitingVersion(NamedTuple):
@@ -461,6 +479,17 @@ class MountDatabase:
     def calls(self) -> list[CallRow]:
         self.settle_debts()
         return [CallRow._make(row) for row in self._connection.execute("SELECT * FROM call")]
+
+    def put_removed_inode(self, row: RemovedRow) -> None:
+        self._note("removed", row)
+
+    def forget_removed_inode(self, ino: InodeNumber) -> None:
+        self._note("removed forgotten", (ino,))
+
+    def removed_inodes(self, incarnation: int) -> list[RemovedRow]:
+        """Those that the kernel of this FUSE connection may still have; the rows of others go."""
+        self._owe("DELETE FROM removed WHERE incarnation <> ?", [(incarnation,)])
+        return [RemovedRow._make(row) for row in self._connection.execute("SELECT * FROM removed ORDER BY ino")]
 
     def forget_guests(self) -> None:
         """What they wrote last may be gone, so none of them may go on as if it were there."""

@@ -79,7 +79,7 @@ from ckptfs.cache.inode_changes import (
     attempt_change,
 )
 from ckptfs.cache.posix_acl import DEFAULT, at_creation
-from ckptfs.cache.removal import Removed, attempt_unlink, remove_directory
+from ckptfs.cache.removal import BeforeRemoval, Removed, attempt_unlink, remove_directory, untold
 from ckptfs.cache.rename import Place, Renamed, RenameFlags, Whiteout, attempt_rename
 from ckptfs.cache.version_states import version_step
 
@@ -140,6 +140,7 @@ class Namespace:
     ) -> None:
         self.kv = kv
         self._changes = changes or kv
+        self.before_removal: BeforeRemoval = untold
         self._writer = Writer(store, incarnation)
         self.now_ns = now_ns
         self._make_vid = make_vid
@@ -422,7 +423,7 @@ class Namespace:
         check_name(name)
         if name in (b".", b".."):
             raise IsADirectory(f"{name!r} is a directory")
-        return await repeated(lambda: attempt_unlink(self._changes, parent, name, self.now_ns()))
+        return await repeated(lambda: attempt_unlink(self._changes, parent, name, self.now_ns(), self.before_removal))
 
     async def rmdir(self, parent: InodeNumber, name: bytes) -> Removed:
         """Remove an empty directory. Raises `NoSuchName`, `NotADirectory`, `DirectoryNotEmpty`; `InvalidMove` for `.`."""
@@ -438,6 +439,7 @@ class Namespace:
                 raise NotADirectory(f"name {name!r} in directory {parent} is not a directory")
             now = self.now_ns()
             removed, plan = await remove_directory(self.kv, parent, found.entry.ino, now)
+            self.before_removal(removed)
             await commit(
                 self._changes,
                 [Unchanged(entry_key(parent, name), found.revision), *plan.compares],
@@ -468,7 +470,9 @@ class Namespace:
             uid, gid = owner
             gid = inherited(await existing_directory(self.kv, old_parent), stat.S_IFCHR, gid, 0)[1]
             whiteout = Whiteout(await self._new_number(), uid, gid)
-        return await repeated(lambda: attempt_rename(self._changes, old, new, flags, self.now_ns(), whiteout))
+        return await repeated(
+            lambda: attempt_rename(self._changes, old, new, flags, self.now_ns(), whiteout, self.before_removal)
+        )
 
     # Attributes
 

@@ -5,7 +5,7 @@ stays as a tombstone, `DEAD`, because its shards outlive it until whatever was s
 """
 
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -39,6 +39,14 @@ class Removed(NamedTuple):
     inode_after: Inode
     last: bool
     dead: list[tuple[Vid, Version]]
+
+
+BeforeRemoval = Callable[[Removed], None]
+"""Told of what is about to be taken away, before the transaction that does so, and which may fail."""
+
+
+def untold(removed: Removed) -> None:
+    """A `BeforeRemoval` for nobody."""
 
 
 class Ending(NamedTuple):
@@ -89,12 +97,13 @@ async def remove_link(kv: KeyValue, ino: InodeNumber, now_ns: int, keep: Sequenc
     return Removed(ino, after, True, ending.dead), plan
 
 
-async def attempt_unlink(kv: KeyValue, parent: InodeNumber, name: bytes, now_ns: int) -> Removed:
+async def attempt_unlink(kv: KeyValue, parent: InodeNumber, name: bytes, now_ns: int, before: BeforeRemoval = untold) -> Removed:
     """One attempt to remove a name of anything but a directory. Raises `NoSuchName`, `IsADirectory`, `NotADirectory`."""
     found = await existing_name(kv, parent, name)
     if stat.S_ISDIR(found.entry.kind):
         raise IsADirectory(f"name {name!r} in directory {parent} is a directory")
     removed, plan = await remove_link(kv, found.entry.ino, now_ns)
+    before(removed)
     await commit(
         kv,
         [Unchanged(entry_key(parent, name), found.revision), *plan.compares],

@@ -41,7 +41,7 @@ from ckptfs.cache.catalog_records import (
 from ckptfs.cache.errors import DirectoryNotEmpty, InvalidMove, IsADirectory, NameExists, NoSuchName, NotADirectory
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid
 from ckptfs.cache.prefixes import without_prefix
-from ckptfs.cache.removal import Removed, end_versions, remove_directory, remove_link
+from ckptfs.cache.removal import BeforeRemoval, Removed, end_versions, remove_directory, remove_link, untold
 
 DEPTH_MAX = 100_000
 """A walk to the root that is longer than this has met a loop."""
@@ -80,7 +80,13 @@ class Place(NamedTuple):
 
 
 async def attempt_rename(
-    kv: KeyValue, old: Place, new: Place, flags: RenameFlags, now_ns: int, whiteout: Whiteout | None = None
+    kv: KeyValue,
+    old: Place,
+    new: Place,
+    flags: RenameFlags,
+    now_ns: int,
+    whiteout: Whiteout | None = None,
+    before: BeforeRemoval = untold,
 ) -> Renamed:
     """One attempt; `whiteout` with WHITEOUT. Raises `Conflict` when something changed meanwhile, else what `Namespace.rename`
     does."""
@@ -116,6 +122,8 @@ async def attempt_rename(
         result = Renamed(source.entry.ino, None, [])
     else:
         result, plan = await _replace(kv, old, source, new, target, now_ns, whiteout)
+        if result.replaced is not None:
+            before(result.replaced)
     await commit(kv, [*compares, *plan.compares], [*operations, *plan.operations])
     return result
 

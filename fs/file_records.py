@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ckptfs.cache.catalog_format import Inode
+from ckptfs.cache.errors import InodeGone
 from ckptfs.cache.ids import InodeNumber
 from ckptfs.cache.inode_changes import AttributeChanges, applied, without_privileges
 from ckptfs.cache.mount_db import FileState, MountDatabase
@@ -42,9 +43,12 @@ class FileRecords:
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
             return self._keep_orphan(file, applied(file.orphan, changes, self._namespace.now_ns()), unique)
-        if (removed := self._removed.get(ino)) is not None:
-            return self._removed.change(ino, applied(removed, changes, self._namespace.now_ns()))
-        return await self._namespace.set_attributes(ino, changes)
+        try:
+            return await self._namespace.set_attributes(ino, changes)
+        except InodeGone:
+            if (removed := self._removed.get(ino)) is None:
+                raise
+            return self._removed.change(ino, applied(removed, changes, self._namespace.now_ns()), unique)
 
     def _set_times(self, ino: InodeNumber, changes: AttributeChanges) -> None:
         file = self._open_files.get(ino)
@@ -76,9 +80,12 @@ class FileRecords:
         file = self._open_files.get(ino)
         if file is not None and file.orphan is not None:
             return self._keep_orphan(file, change(file.orphan), unique)
-        if (removed := self._removed.get(ino)) is not None:
-            return self._removed.change(ino, change(removed))
-        return await self._namespace.change(ino, change)
+        try:
+            return await self._namespace.change(ino, change)
+        except InodeGone:
+            if (removed := self._removed.get(ino)) is None:
+                raise
+            return self._removed.change(ino, change(removed), unique)
 
     def _keep_orphan(self, file: FileInUse, record: Inode, unique: int) -> Inode:
         file.orphan = record

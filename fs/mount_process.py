@@ -231,7 +231,9 @@ class MountProcess:
             lambda: self._wake_agent(False),
             threads.run,
         )
-        removed = RemovedInodes()
+        removed = RemovedInodes(self._database, self._incarnation)
+        namespace.before_removal = removed.expect
+        repeats.noted_elsewhere(removed.requests)
         view = AttributeView(
             namespace,
             open_files,

@@ -135,7 +135,7 @@ class NameOperations:
         return await self._view.entry(ino, inode)
 
     async def readlink(self, header: RequestHeader, body: memoryview) -> bytes:
-        inode = await self._namespace.inode(InodeNumber(header.nodeid))
+        inode = await self._view.current(InodeNumber(header.nodeid))
         if not stat.S_ISLNK(inode.mode):
             raise OSError(errno.EINVAL, "not a symbolic link")
         return inode.target
@@ -156,8 +156,7 @@ class NameOperations:
         return b""
 
     async def rmdir(self, header: RequestHeader, body: memoryview) -> bytes:
-        removed = await self._namespace.rmdir(InodeNumber(header.nodeid), bytes(body[:-1]))
-        self._removed.add(removed.ino, removed.inode_after)
+        await self._namespace.rmdir(InodeNumber(header.nodeid), bytes(body[:-1]))
         return b""
 
     async def rename(self, header: RequestHeader, body: memoryview) -> bytes:

@@ -61,6 +61,10 @@ class Repeats:
         for start in range(0, len(stale), REMOVED_AT_START):
             await self._kv.transact([], [Delete(key) for key in stale[start : start + REMOVED_AT_START]])
 
+    def noted_elsewhere(self, numbers: Iterable[int]) -> None:
+        """These requests were carried out too."""
+        self._earlier.update(numbers)
+
     def once(self, handler: Handler, again: Handler) -> Handler:
         """The handler for requests that must not be carried out twice. `again` answers one that was carried out before as the
         handler would have then, and may itself be asked repeatedly."""

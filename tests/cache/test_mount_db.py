@@ -25,6 +25,7 @@ from ckptfs.cache.mount_db import (
     FileState,
     HandleRow,
     MountDatabase,
+    RemovedRow,
     WaitingVersion,
 )
 from ckptfs.cache.mount_db_reader import MountDatabaseReader
@@ -409,3 +410,19 @@ def test_a_put_takes_microseconds(database: MountDatabase) -> None:
     for number in range(1, 301):
         database.put_file(_row(number), HandleRow(number, InodeNumber(number), 1, 1))
     assert time.perf_counter() - started < 0.3  # 1 ms each; about 30 µs where nothing else runs
+
+
+def test_a_database_from_before_removed_inodes_were_kept_opens(tmp_path: Path) -> None:
+    with closing(MountDatabase(tmp_path / "mount.db")):
+        pass
+    with closing(sqlite3.connect(tmp_path / "mount.db")) as older:
+        older.execute("DROP TABLE removed")
+    with closing(MountDatabase(tmp_path / "mount.db")) as database:
+        database.take_over()
+        rows = [RemovedRow(InodeNumber(5), 1, 0, b"record"), RemovedRow(InodeNumber(6), 1, 8, b"other")]
+        for row in rows:
+            database.put_removed_inode(row)
+        database.forget_removed_inode(InodeNumber(6))
+        assert database.removed_inodes(1) == rows[:1]
+        assert database.removed_inodes(2) == []  # another connection's kernel has none of them
+        assert database.removed_inodes(1) == []

@@ -399,7 +399,10 @@ async def bare_nodes(tmp_path: Path) -> AsyncIterator[StartNode]:
             lambda: on_local(False),
             trio.to_thread.run_sync,
         )
-        removed = RemovedInodes()
+        database.take_over()
+        removed = RemovedInodes(database, incarnation)
+        namespace.before_removal = removed.expect
+        repeats.noted_elsewhere(removed.requests)
         view = AttributeView(namespace, open_files, removed, remote, store.store_id, 1.0)
         records = FileRecords(namespace, open_files, removed, database)
         content = FileContent(namespace, versions, open_files, segments, database, view, elsewhere, reclaimer, store.store_id)

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfs.cache.catalog_format import VersionState
 from ckptfs.cache.ids import ROOT_INODE
 from ckptfs.cache.mount_db import BOOT_FACT
+from ckptfs.cache.removal import Removed
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode
 
@@ -28,6 +30,11 @@ async def _tmpfile(node: Any, parent: int = ROOT, mode: int = 0o100600, **header
 async def _link(node: Any, ino: int, name: bytes, **header: int) -> bytes:
     answer: bytes = await node.ask(Opcode.LINK, ROOT, fuse.LINK_IN.pack(ino) + name + b"\0", **header)
     return answer
+
+
+async def _chmod(node: Any, ino: int, mode: int) -> None:
+    body = fuse.SETATTR_IN.pack(fuse.SetattrField.MODE, *(0,) * 10, mode, *(0,) * 4)
+    await node.ask(Opcode.SETATTR, ino, body)
 
 
 async def _next_life(start_node: StartNode, node: Any, *, power_cut: bool = False) -> Any:
@@ -144,6 +151,72 @@ async def test_a_removed_pipe_is_shown_as_long_as_the_kernel_knows_it(start_node
     assert (await node.getattr(ino)).nlink == 0
     await node.ask(Opcode.FORGET, ino, (1).to_bytes(8, "little"))
     assert await node.errno(node.getattr(ino)) == "ESTALE"
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_what_is_removed_and_not_a_regular_file_outlives_a_kill(start_node: StartNode, committed: bool) -> None:
+    node = await start_node()
+    directory, other = await node.mkdir(b"directory", mode=0o750), await node.mkdir(b"other")
+    await node.ask(Opcode.MKNOD, ROOT, fuse.MKNOD_IN.pack(stat.S_IFIFO | 0o600, 0, 0, 0) + b"pipe\0")
+    pipe = (await node.lookup(ROOT, b"pipe")).ino
+    for name in (b"directory", b"other"):
+        await node.ask(Opcode.RMDIR, ROOT, name + b"\0")
+    await node.unlink(b"pipe")
+    await _chmod(node, directory, 0o700)
+    await node.ask(Opcode.FORGET, other, (1).to_bytes(8, "little"))
+    if committed:
+        node.database.settle_debts()
+    node.kill()
+    node = await start_node()
+    shown = await node.getattr(directory)
+    assert (shown.nlink, shown.mode) == (0, stat.S_IFDIR | 0o700)
+    assert (await node.getattr(pipe)).mode == stat.S_IFIFO | 0o600
+    assert await node.errno(node.getattr(other)) == "ESTALE"
+    await _chmod(node, pipe, 0o640)
+    await node.ask(Opcode.FORGET, directory, (1).to_bytes(8, "little"))
+    node.kill()
+    node = await start_node()
+    assert (await node.getattr(pipe)).mode == stat.S_IFIFO | 0o640
+    assert await node.errno(node.getattr(directory)) == "ESTALE"
+    node.kill()
+    node = await start_node(incarnation=2, new_connection=True)
+    assert await node.errno(node.getattr(pipe)) == "ESTALE"
+
+
+async def test_a_kill_right_after_the_removal_s_transaction_leaves_the_directory_to_its_users(start_node: StartNode) -> None:
+    node = await start_node()
+    removed, replaced = await node.mkdir(b"removed"), await node.mkdir(b"replaced")
+    await node.mkdir(b"new")
+    await node.namespace.rmdir(ROOT_INODE, b"removed")  # as far as the handler got
+    await node.namespace.rename(ROOT_INODE, b"new", ROOT_INODE, b"replaced")
+    node.kill()
+    node = await start_node()
+    assert ((await node.getattr(removed)).nlink, (await node.getattr(replaced)).nlink) == (0, 0)
+
+
+async def test_a_removal_that_was_noted_and_never_made_changes_nothing(start_node: StartNode) -> None:
+    node = await start_node()
+    directory = await node.mkdir(b"directory")
+    record = await node.namespace.inode(directory)
+    node.namespace.before_removal(Removed(directory, replace(record, nlink=0, mode=stat.S_IFDIR | 0o111), True, []))
+    for _ in range(2):
+        await _chmod(node, directory, 0o700)
+        shown = await node.lookup(ROOT, b"directory")
+        assert (shown.nlink, shown.mode) == (2, stat.S_IFDIR | 0o700)
+        node.kill()
+        node = await start_node()
+
+
+async def test_a_change_of_a_removed_pipe_is_made_once(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.ask(Opcode.MKNOD, ROOT, fuse.MKNOD_IN.pack(stat.S_IFIFO | 0o600, 0, 0, 0) + b"pipe\0")
+    ino = (await node.lookup(ROOT, b"pipe")).ino
+    await node.unlink(b"pipe")
+    body = fuse.SETXATTR_IN.pack(1, os.XATTR_CREATE, 0, 0) + b"user.a\0" + b"1"
+    await node.ask(Opcode.SETXATTR, ino, body, unique=LINK_UNIQUE)
+    node.kill()
+    node = await start_node()
+    await node.ask(Opcode.SETXATTR, ino, body, unique=LINK_UNIQUE)  # the kernel sends it again
 
 
 async def test_when_it_was_made_is_told_by_statx_alone(start_node: StartNode) -> None:

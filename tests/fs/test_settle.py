@@ -361,7 +361,7 @@ async def test_many_are_sealed_in_batches(bench: Bench) -> None:
 async def test_times_set_while_it_becomes_local_are_kept(bench: Bench) -> None:
     """They are set between the seal and its transaction, which would bring back what the seal has seen."""
     file = await bench.file(b"file")
-    records = FileRecords(bench.namespace, bench.open_files, RemovedInodes(), bench.database)
+    records = FileRecords(bench.namespace, bench.open_files, RemovedInodes(bench.database, 1), bench.database)
     changes = AttributeChanges(mtime_ns=5 * 10**9)
     async with trio.open_nursery() as nursery:
 

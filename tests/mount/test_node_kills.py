@@ -27,7 +27,7 @@ AWAY_SECONDS = 2.0
 
 # What a program does on each side of a kill. It is told "go" on its standard input, once the kill has happened.
 USER = """
-import fcntl, mmap, os, sys
+import fcntl, mmap, os, stat, sys
 mount = sys.argv[1]
 os.chdir(mount + "/directory")
 written = open("written", "w+b", buffering=0)
@@ -45,6 +45,15 @@ nameless.write(b"nobody sees me")
 os.unlink("nameless")
 reading = open(mount + "/sealed", "rb", buffering=0)
 head = reading.read(1000)
+os.mkdir("gone")
+gone = os.open("gone", os.O_RDONLY)
+os.setxattr(gone, "user.a", b"1")
+os.rmdir("gone")
+os.mkfifo("pipe")
+os.symlink("target", "link")
+pipe, link = (os.open(name, os.O_PATH | os.O_NOFOLLOW) for name in ("pipe", "link"))
+os.unlink("pipe")
+os.unlink("link")
 stream = os.scandir("many")
 names = [next(stream).name for _ in range(10)]
 print("ready", flush=True)
@@ -65,6 +74,16 @@ names += [entry.name for entry in stream]
 assert sorted(names) == sorted(f"{number:04d}" for number in range(1500)), len(names)
 assert os.getcwd() == mount + "/directory"
 assert sorted(os.listdir(".")) == ["locked", "many", "mapped", "written"], os.listdir(".")
+assert os.listdir(gone) == [], os.listdir(gone)
+assert os.listxattr(gone) == ["user.a"]
+os.fchmod(gone, 0o700)
+assert (os.fstat(gone).st_nlink, stat.S_IMODE(os.fstat(gone).st_mode)) == (0, 0o700)
+assert os.stat("..", dir_fd=gone).st_ino == os.stat(".").st_ino
+os.close(os.open(".", os.O_RDONLY, dir_fd=gone))
+os.fchdir(gone)
+os.chdir(mount + "/directory")
+assert stat.S_ISFIFO(os.fstat(pipe).st_mode)
+assert os.readlink("", dir_fd=link) == "target"
 os.fsync(written.fileno())
 print("done", flush=True)
 assert sys.stdin.readline() == "go\\n"

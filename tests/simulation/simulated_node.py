@@ -411,7 +411,9 @@ class MountLife:
             lambda: self._wake_agent(False),
             run_in_turn,
         )
-        removed = RemovedInodes()
+        removed = RemovedInodes(database, self.incarnation)
+        namespace.before_removal = removed.expect
+        repeats.noted_elsewhere(removed.requests)
         view = AttributeView(namespace, open_files, removed, remote, store.store_id, 1.0, keeps_names=False)
         records = FileRecords(namespace, open_files, removed, database)
         content = FileContent(namespace, versions, open_files, segments, database, view, elsewhere, reclaimer, store.store_id)
