@@ -40,7 +40,8 @@ def drain(
     seconds = seconds_of(deadline)
     places = places_for(where)
     if places is None or len(places) != 1:
-        raise WrongUse("drain: one node, by its mountpoint or its directory")
+        which = "" if where is not None or places is None else f" (here are {', '.join(str(one.mountpoint) for one in places)})"
+        raise WrongUse(f"drain: one node, by its mountpoint or its directory{which}")
     (place,) = places
     if cancel:
         state = place.ask("agent", {"do": "join_again"}).get("state", "in")

@@ -11,9 +11,9 @@ from ckptfs.fs.cli_ca import Node
 from ckptfs.fs.cli_ca import nodes as app
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
-from ckptfs.fs.cli_status import places_for
+from ckptfs.fs.cli_status import places_of_one_cluster
 from ckptfs.fs.local_socket import Message, NobodyThere, NodeNotAnswering, call
-from ckptfs.fs.status import Place
+from ckptfs.fs.status import Place, in_order
 
 __all__ = ["app"]
 
@@ -41,7 +41,7 @@ def list_nodes(of: Where = None, as_json: JsonFlag = False) -> None:
             "store": store["store"],
             "free_bytes": store["free_bytes"] if store["live"] else None,
         }
-        for store in answer["stores"]
+        for store in sorted(answer["stores"], key=lambda store: in_order(store["node"]))
     ]
     if as_json:
         print_json({"nodes": document})
@@ -122,7 +122,7 @@ def ask(of: Path | None, request: Message, seconds: float = 10.0, *, is_change: 
 
     Raises `Unreachable`, `WrongUse`, `NotReached`.
     """
-    places: list[Place] | None = places_for(of)
+    places: list[Place] | None = places_of_one_cluster(of, "--of WHERE")
     if places is None:
         raise WrongUse(f"--of {of}: name a cluster's directory or a mountpoint, not what is in it")
     for place in places:

@@ -8,7 +8,7 @@ import typer
 
 from ckptfs.fs.cli_errors import NotReached, Unreachable
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
-from ckptfs.fs.cli_status import places_for
+from ckptfs.fs.cli_status import places_of_one_cluster
 from ckptfs.fs.status import first_that_answers, place_of_path
 
 POLL_SECONDS = 0.5
@@ -22,7 +22,8 @@ def rebalance(
     as_json: JsonFlag = False,
 ) -> None:
     """Move shards from full nodes to empty ones, and wait for it. Exit code 1 if some could not be moved. Without WHERE: here."""
-    place = first_that_answers(places_for(where) or [place_of_path(where or Path())], "agent")
+    places = places_of_one_cluster(where, "`ckptfs rebalance WHERE`")
+    place = first_that_answers(places or [place_of_path(where or Path())], "agent")
     if place is None:
         raise Unreachable("no node's agent answers")
     life = place.ask("agent", {"do": "rebalance"})["life"]

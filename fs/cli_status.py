@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from ckptfs.fs.mount_table import mount_of
 from ckptfs.fs.status import (
     Place,
     at_risk,
+    by_cluster,
     local_node_of,
     nodes_status,
     path_standing,
@@ -27,6 +28,7 @@ from ckptfs.fs.status import (
 )
 
 WATCH_SECONDS = 1.0
+SHOWN_ID_DIGITS = 8
 
 
 def status(
@@ -51,7 +53,8 @@ def status(
         _show(lambda: path_standing(target).as_json(), _path_text, as_json, watch)
         return
     places = places or []
-    document = _show(lambda: _nodes_document(places), _nodes_text, as_json, watch)
+    clusters = by_cluster(places) if where is None else [places]
+    document = _show(lambda: _nodes_document(clusters), _nodes_text, as_json, watch)
     if not any(node["alive"] for node in document["nodes"]):
         message = "no node answers" if len(places) != 1 else f"{places[0].id} does not answer"
         raise Unreachable(message, reported=as_json)
@@ -76,6 +79,26 @@ def places_for(where: Path | None) -> list[Place] | None:
     return None
 
 
+def places_of_one_cluster(where: Path | None, how: str) -> list[Place] | None:
+    """As `places_for`, for what concerns one cluster and asks any node of it: where none was named there must be only one here.
+
+    `how`: how the command names one. Raises `WrongUse`.
+    """
+    places = places_for(where)
+    clusters = by_cluster(places or ()) if where is None else []
+    if len(clusters) > 1:
+        mounts = " and ".join(_described(cluster) for cluster in clusters)
+        raise WrongUse(
+            f"nodes of {len(clusters)} clusters are on this machine, mounted at {mounts}: say which is meant, with {how}"
+        )
+    return places
+
+
+def _described(cluster: list[Place]) -> str:
+    more = f" ({len(cluster)} nodes)" if len(cluster) > 1 else ""
+    return f"{cluster[0].mountpoint}{more}"
+
+
 def _show(
     read: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], RenderableType], as_json: bool, watch: bool
 ) -> dict[str, Any]:
@@ -85,6 +108,12 @@ def _show(
         print_json(document)
     elif not watch:
         out.print(render(document))
+    elif not out.is_terminal:  # each one as it comes, so that a reader who has gone is noticed
+        while True:
+            out.print(render(document))
+            out.file.flush()
+            time.sleep(WATCH_SECONDS)
+            document = read()
     else:
         with Live(render(document), console=out, auto_refresh=False) as live:
             while True:
@@ -94,17 +123,36 @@ def _show(
     return document
 
 
-def _nodes_document(places: list[Place]) -> dict[str, Any]:
-    nodes = nodes_status(places)
-    return {"nodes": nodes, "at_risk": at_risk(nodes)}
+def _nodes_document(clusters: Sequence[list[Place]]) -> dict[str, Any]:
+    """What a death would cost is said of each cluster: `at_risk` of the whole is null where there is more than one."""
+    nodes = {node["store"]: node for node in nodes_status([place for places in clusters for place in places])}
+    described = []
+    for places in clusters:
+        of_it = [nodes[str(place.store)] for place in places]
+        name = next((node["cluster"] for node in of_it if node["cluster"]), None)
+        described.append({"cluster": name, "stores": [node["store"] for node in of_it], "at_risk": at_risk(of_it)})
+    whole = described[0]["at_risk"] if len(described) == 1 else None
+    return {"nodes": list(nodes.values()), "clusters": described, "at_risk": whole}
 
 
 def _nodes_text(document: dict[str, Any]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for cluster in document["clusters"]:
+        nodes = [node for node in document["nodes"] if node["store"] in cluster["stores"]]
+        if len(document["clusters"]) > 1:
+            name = "of unknown id" if cluster["cluster"] is None else cluster["cluster"][:SHOWN_ID_DIGITS]
+            parts += [""] if parts else []
+            parts.append(f"cluster {name}, mounted in {os.path.commonpath([node['mountpoint'] for node in nodes])}")
+        parts += [_cluster_text(nodes), _risk_text(cluster["at_risk"])]
+    return Group(*parts)
+
+
+def _cluster_text(nodes: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "processes", "lane", "unprotected", "oldest", "open", "mountpoint"):
         table.add_column(heading, overflow="fold")
     reasons: dict[str, list[str]] = {}
-    for node in document["nodes"]:
+    for node in nodes:
         processes = node["processes"]
         missing = [role for role, pid in processes.items() if pid is None]
         state = "all run" if not missing else ("down" if len(missing) == len(processes) else f"no {', no '.join(missing)}")
@@ -127,20 +175,22 @@ def _nodes_text(document: dict[str, Any]) -> RenderableType:
             reasons.setdefault(f"the agent runs as {user['name']}{why}", []).append(node["id"])
         for problem in node["problems"]:
             reasons.setdefault(problem, []).append(node["id"])
-    lines = [f"{', '.join(nodes)}: {reason}" for reason, nodes in reasons.items()]
-    return Group(table, *lines, *filter(None, [_risk_text(document["at_risk"])]))
+    lines = [f"{', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
+    return Group(table, *lines)
 
 
 def _risk_text(risk: dict[str, Any]) -> str:
     """The standing line: what the death of any one machine would cost now."""
-    if risk["node"] is None and not risk["files"]:
+    if not risk["known"]:
+        text = "nothing is known of what is not protected: none of these nodes answers"
+    elif risk["node"] is None and not risk["files"]:
         text = "if any one of these nodes died now, no closed file would be lost"
     else:
         text = (
             f"if {risk['node']} died now, {human_bytes(risk['bytes'])} in {risk['files']} files would be lost, the oldest "
             f"unprotected for {human_seconds(risk['oldest_seconds'])}; the death of no other of these nodes would cost more"
         )
-    if risk["unknown"]:
+    if risk["known"] and risk["unknown"]:
         text += f"; not known of {', '.join(risk['unknown'])}"
     if risk["away"] and risk["away"] >= risk["parity_shards"]:
         text += f"; {risk['away']} nodes are away: what has shards on all of them may not survive one more (`ckptfs whatif`)"

@@ -10,7 +10,8 @@ import typer
 from ckptfs.fs.checkpoints import Checkpoint, by_run, find_checkpoints
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
-from ckptfs.fs.status import INODES_PER_REQUEST, Place, first_that_answers, place_of_path, places_of_this_machine, walk_files
+from ckptfs.fs.cli_status import places_of_one_cluster
+from ckptfs.fs.status import INODES_PER_REQUEST, Place, first_that_answers, place_of_path, walk_files
 
 SHOWN_MAX = 20
 
@@ -45,7 +46,7 @@ def whatif(
 def _target(path: Path | None) -> tuple[Place, Path]:
     if path is not None:
         return place_of_path(path), path
-    place = first_that_answers(places_of_this_machine(), "mount")
+    place = first_that_answers(places_of_one_cluster(None, "the PATH of a mount") or [], "mount")
     if place is None:
         raise Unreachable("no node of this machine answers")
     return place, place.mountpoint

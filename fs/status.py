@@ -187,7 +187,23 @@ def places_of_this_machine() -> list[Place]:
     return sorted(found.values(), key=lambda place: in_order(place.mountpoint))
 
 
-def in_order(path: Path) -> list[tuple[int, str]]:
+def by_cluster(places: Iterable[Place]) -> list[list[Place]]:
+    """The nodes of each cluster, told apart by the labels of their stores; those whose label can't be read count as one more."""
+    found: dict[bytes | None, list[Place]] = {}
+    for place in places:
+        found.setdefault(cluster_of(place.store), []).append(place)
+    return list(found.values())
+
+
+def cluster_of(store: Path) -> bytes | None:
+    """The id of the cluster the store belongs to; None before it joined one, and where its label can't be read."""
+    try:
+        return StoreDirectory.open(store).cluster
+    except (StoreError, OSError):
+        return None
+
+
+def in_order(path: Path | str) -> list[tuple[int, str]]:
     """A key that sorts node-2 before node-10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split("([0-9]+)", str(path))]
 
@@ -212,8 +228,10 @@ def node_status(place: Place) -> dict[str, Any]:
             f"{damaged} files were damaged on its drive before they were protected: `ckptfs verify {place.mountpoint}` names "
             "them; save them again, and look at the drive"
         )
+    cluster = cluster_of(place.store)
     return {
         "id": place.id,
+        "cluster": None if cluster is None else cluster.hex(),
         "alive": mount is not None,
         "lane": known.get("lane"),
         "lane_reason": known.get("lane_reason"),
@@ -233,7 +251,8 @@ def node_status(place: Place) -> dict[str, Any]:
 def at_risk(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the death of any one of these nodes would lose now, at most: that of `node`, None where none would lose anything.
 
-    Of each node what is not protected yet; `unknown` are those that don't answer. `away` is how many nodes of the whole cluster
+    Of each node what is not protected yet; `known` are
+    those that answer, `unknown` those that don't. `away` is how many nodes of the whole cluster
     don't: with `parity_shards` or more of them, protected files may not survive one more.
     """
     known = [node for node in nodes if node["mount"] is not None]
@@ -246,6 +265,7 @@ def at_risk(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "files": files,
         "bytes": worst["mount"]["unprotected_bytes"] if worst is not None and files else 0,
         "oldest_seconds": worst["mount"]["oldest_unprotected_seconds"] if worst is not None and files else None,
+        "known": [node["id"] for node in known],
         "unknown": [node["id"] for node in nodes if node["mount"] is None],
         "away": sum(not store["live"] for store in stores),
         "parity_shards": int(agents[0]["code"].split("+")[1]) if agents else 0,

@@ -16,7 +16,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two nodes: the first takes every request and answers none, the second is not there."""
     (tmp_path / "run").mkdir()
     places = [Place("node-0", tmp_path, tmp_path), Place("node-1", tmp_path / "none", tmp_path)]
-    monkeypatch.setattr(cli_nodes, "places_for", lambda of: places)
+    monkeypatch.setattr(cli_nodes, "places_of_one_cluster", lambda of, how: places)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "run" / "agent.sock"))
         listener.listen()

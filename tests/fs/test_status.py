@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from ckptfs.fs.cli_errors import Unreachable, WrongUse
-from ckptfs.fs.cli_status import _nodes_text, _path_text, _risk_text
+from ckptfs.fs.cli_status import _cluster_text, _path_text, _risk_text
 from ckptfs.fs.local_socket import LENGTH
 from ckptfs.fs.node_processes import started_at
 from ckptfs.fs.status import (
@@ -181,6 +181,8 @@ def test_the_standing_line_is_about_the_node_whose_death_would_cost_most() -> No
     assert _risk_text(at_risk([standing("a", 0)])) == "if any one of these nodes died now, no closed file would be lost"
     assert "2 nodes are away" in _risk_text(at_risk([standing("a", 0, away=2)]))
     assert at_risk([])["node"] is None
+    nobody = _risk_text(at_risk([standing("a", None), standing("b", None)]))
+    assert nobody.startswith("nothing is known of what is not protected: none of these nodes answers")
 
 
 def _with_agent(name: str, user: str, why: str) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def test_status_says_of_every_agent_as_whom_it_runs() -> None:
     nodes = [_with_agent("a", "ckptfs", ""), _with_agent("b", "ckptfs", ""), _with_agent("c", "root", "the drive keeps owners")]
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(_nodes_text({"nodes": nodes, "at_risk": at_risk(nodes)}))
+        console.print(_cluster_text(nodes))
     lines = captured.get().splitlines()
     assert "a, b: the agent runs as ckptfs" in lines
     assert "c: the agent runs as root: the drive keeps owners" in lines
