@@ -56,7 +56,8 @@ def _written(path: Path, header: ArchiveHeader, records: Any) -> Transferred:
     try:
         size_bytes = write_archive(path, header, records)
     except OSError as error:
-        raise StoreError(f"{path} can't be written: {error.strerror}; what it held is still there") from None
+        kept = "; what it held is still there" if os.path.lexists(path) else ""
+        raise StoreError(f"{path} can't be written: {error.strerror}{kept}") from None
     with open_archive(path) as archive:
         return Transferred(archive.header, archive.count, size_bytes)
 

@@ -1,13 +1,16 @@
 """`ckptfs ca` and `ckptfs nodes`: who may take part in a cluster, where its nodes are on several machines."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckptfs.cache.store import write_durably
+from ckptfs.fs.cli_errors import WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, path_of, print_json
+from ckptfs.fs.config import NODE_ID_RULE, is_node_id
 
 ca = typer.Typer(no_args_is_help=True, help="The cluster's certificate authority, in a directory that only its operator reads.")
 nodes = typer.Typer(no_args_is_help=True, help="The cluster's nodes.")
@@ -15,6 +18,12 @@ nodes = typer.Typer(no_args_is_help=True, help="The cluster's nodes.")
 AuthorityDirectory = Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="The authority's directory.")]
 Authority = Annotated[Path, typer.Option("--ca", parser=path_of, metavar="DIR", help="The authority's directory.")]
 Node = Annotated[str, typer.Argument(metavar="NODE", help="The node's id, as in its configuration.")]
+
+
+def require_node_id(node: str) -> None:
+    """Raises `WrongUse` for an id that no node can have: its node.toml would be refused."""
+    if not is_node_id(node):
+        raise WrongUse(f"{node!r} is no node's id: {NODE_ID_RULE}")
 
 
 @ca.command("init")
@@ -32,7 +41,7 @@ def init(
         return
     console().print(
         f"the authority is in {directory}: keep ca.key to yourself\n"
-        f"next, for each node: ckptfs nodes add NODE --host HOST --ca {directory} --out DIR",
+        f"next, for each node: ckptfs nodes add NODE --host HOST --ca {shlex.quote(str(directory))} --out DIR",
         soft_wrap=True,
     )
 
@@ -63,6 +72,7 @@ def add(
     from ckptfs.cache.admission import hash_of, new_token
     from ckptfs.replication.certificates import CertificateAuthority, write_node
 
+    require_node_id(node)
     write_node(CertificateAuthority(authority), node, host, out, days)
     token = new_token()
     write_durably(out / "join.token", f"{token}\n", 0o600)
@@ -75,7 +85,7 @@ def add(
     console().print(
         f"{node}'s files are in {out}; copy them to the node, for instance to /etc/ckptfs/tls, and put into its node.toml:\n\n"
         f'[tls]\n{lines}\n\nand under [node] the address that the certificate names: listen = "{host[0]}:7070"\n\n'
-        f"then, on a node of the cluster, if it has one yet: ckptfs nodes admit {node} {token_hash}",
+        f"then, on a node of the cluster, if it has one yet: ckptfs nodes admit {shlex.quote(node)} {token_hash}",
         soft_wrap=True,
         markup=False,
         highlight=False,

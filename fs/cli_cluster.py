@@ -1,5 +1,6 @@
 """`ckptfs cluster`: a whole cluster on one machine, for trying, testing and showing."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def up(
     for node in cluster.nodes:
         out.print(f"  {node.mountpoint}", soft_wrap=True)
     out.print(
-        f"look at it: ckptfs status {cluster.directory}\ntake it down: ckptfs cluster down {cluster.directory}", soft_wrap=True
+        f"look at it: ckptfs status {_quoted(cluster)}\ntake it down: ckptfs cluster down {_quoted(cluster)}", soft_wrap=True
     )
 
 
@@ -95,9 +96,13 @@ def down(
     if as_json:
         print_json({"directory": str(cluster.directory), "removed": remove})
     else:
-        kept = f"; `ckptfs cluster down --remove {cluster.directory}` removes it (rm can't: bare mountpoints take no changes)"
+        kept = f"; `ckptfs cluster down --remove {_quoted(cluster)}` removes it (rm can't: bare mountpoints take no changes)"
         text = f"the cluster in {cluster.directory} is down{'; its data is removed' if remove else kept}"
         console().print(text, soft_wrap=True)
+
+
+def _quoted(cluster: LocalCluster) -> str:
+    return shlex.quote(str(cluster.directory))
 
 
 def _report(cluster: LocalCluster, sentence: str, as_json: bool) -> None:

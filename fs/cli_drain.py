@@ -1,12 +1,12 @@
 """`ckptfs drain`: make a node ready to be switched off."""
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ckptfs.fs.cli_durations import seconds_of
 from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
 from ckptfs.fs.cli_status import places_for
@@ -21,7 +21,6 @@ AS_IT_IS = {
     "changed. Save elsewhere what only its mount shows, end it (ckptfs umount {mountpoint}), and start it with an empty store",
 }
 """What is true of a node that is no member, and what to do."""
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def drain(
@@ -37,7 +36,7 @@ def drain(
 
     It takes no new shards from then on, also after a restart, until --cancel. Exit code 1 if something was not protected in time.
     """
-    seconds = seconds_of(deadline)
+    seconds = seconds_of("--deadline", deadline)
     places = places_for(where)
     if places is None or len(places) != 1:
         which = "" if where is not None or places is None else f" (here are {', '.join(str(one.mountpoint) for one in places)})"
@@ -89,14 +88,6 @@ def _require_member(place: Place, state: str, as_json: bool) -> None:
     if as_json:
         print_json({"node": place.id, "state": state})
     raise NotReached(AS_IT_IS[state].format(node=place.id, mountpoint=place.mountpoint), reported=as_json)
-
-
-def seconds_of(text: str) -> float:
-    """30, 30s, 5m or 1h in seconds. Raises `WrongUse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None:
-        raise WrongUse(f"--deadline: a number of seconds, or 30s, 5m, 1h, not {text!r}")
-    return float(found[1]) * UNITS[found[2]]
 
 
 def _held(place: Place, until: float) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckptfs.fs.cli_durations import seconds_of
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, bytes_progress, console, human_bytes, path_of, print_json
 from ckptfs.fs.status import HOPELESS, FileStanding, Place, place_of_path, rank, standing_of_files, walk_files
@@ -23,17 +24,16 @@ def flush(
     paths: Annotated[list[Path], typer.Argument(parser=path_of, metavar="PATH", help="Files or directories in a mount.")],
     to: Annotated[str, typer.Option("--to", help="The state to wait for: local or protected.")] = "protected",
     timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="S", help="Give up after S seconds.", show_default=False)
+        str | None, typer.Option("--timeout", metavar="S", help="Give up after that long: 30, 30s, 5m, 1h.", show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Wait until all files named, or in directories named, are protected. Exit code 1 if the time runs out first."""
     if to not in TARGETS:
         raise WrongUse(f"--to: {' or '.join(TARGETS)}, not {to!r}")
-    if timeout is not None and not timeout >= 0:
-        raise WrongUse("--timeout: a number of seconds, 0 or more")
+    seconds_max = None if timeout is None else seconds_of("--timeout", timeout)
     started = time.monotonic()
-    behind, file_count, size_bytes = wait_until(paths, to, timeout, shown=not as_json)
+    behind, file_count, size_bytes = wait_until(paths, to, seconds_max, shown=not as_json)
     seconds = time.monotonic() - started
     if as_json:
         print_json(

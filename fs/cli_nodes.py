@@ -1,5 +1,6 @@
 """`ckptfs nodes list`, `admit` and `remove`: the cluster's nodes, as any one of them that runs sees them."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 from rich.table import Table
 
 from ckptfs.cache.admission import HASH_SIZE
-from ckptfs.fs.cli_ca import Node
+from ckptfs.fs.cli_ca import Node, require_node_id
 from ckptfs.fs.cli_ca import nodes as app
 from ckptfs.fs.cli_errors import NotReached, Unreachable, WrongUse
 from ckptfs.fs.cli_output import JsonFlag, console, human_bytes, path_of, print_json
@@ -64,6 +65,7 @@ def admit_node(
     as_json: JsonFlag = False,
 ) -> None:
     """Let one new store of a node join with the token that `nodes add` made; from then on none joins without."""
+    require_node_id(node)
     try:
         digest = bytes.fromhex(token_hash)
     except ValueError:
@@ -112,7 +114,7 @@ def remove(
             return
         console().print(
             f"{node} is no part of the cluster any more{lost}\n"
-            f"if it had a certificate, revoke it: ckptfs ca revoke {node} --ca DIR",
+            f"if it had a certificate, revoke it: ckptfs ca revoke {shlex.quote(node)} --ca DIR",
             soft_wrap=True,
         )
 

@@ -7,7 +7,7 @@ raise `ConfigurationError`, whose message names the file, the key and the way ou
 import os
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +19,7 @@ SQLITE_SCHEME = "sqlite:///"
 ETCD_SCHEMES = {"etcd://": "http", "etcds://": "https"}
 ETCD_PORT = 2379
 CATALOG_NAME = r"[A-Za-z0-9_-]{1,64}"
+NODE_ID_RULE = "1 to 64 printable characters, no slash"
 
 
 class ConfigurationError(Exception):
@@ -151,16 +152,36 @@ def load_config(path: Path) -> NodeConfig:
 
 
 def parse_config(text: bytes, path: Path) -> NodeConfig:
-    """Check what the file `path` holds, or is to hold. Raises `ConfigurationError`."""
+    """Check what the file `path` holds. Raises `ConfigurationError`, which names the file."""
+    try:
+        return checked_config(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+
+
+def checked_config(text: bytes) -> NodeConfig:
+    """The configuration, if it can be. Raises `ConfigurationError`, which begins with the key."""
     try:
         config = msgspec.toml.decode(text, type=NodeConfig)
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path}: {error}; docs/node.toml lists every key") from None
-    try:
-        _check(config)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from None
+        raise ConfigurationError(_with_allowed_values(str(error)) or f"{error}; docs/node.toml lists every key") from None
+    _check(config)
     return config
+
+
+def _with_allowed_values(said: str) -> str:
+    """What the decoder said of a word that is none of those its key takes; empty if it said something else."""
+    found = re.fullmatch(r"Invalid enum value ('.*') - at `\$\.(\w+)\.(\w+)`", said, re.DOTALL)
+    if found is None:
+        return ""
+    value, section, key = found.groups()
+    *others, last = get_args(get_type_hints(get_type_hints(NodeConfig)[section])[key])
+    return f"{section}.{key}: {', '.join(others)} or {last}, not {value}"
+
+
+def is_node_id(text: str) -> bool:
+    """Whether a node can be called that: see `NODE_ID_RULE`."""
+    return 0 < len(text) <= 64 and text.isprintable() and "/" not in text
 
 
 def hand_config(config: NodeConfig) -> int:
@@ -181,7 +202,7 @@ def load_handed_config(descriptor: int) -> NodeConfig:
 
 def _check(config: NodeConfig) -> None:
     node, protection, mount = config.node, config.protection, config.mount
-    _require(0 < len(node.id) <= 64 and node.id.isprintable() and "/" not in node.id, "node.id: 1 to 64 characters, no slash")
+    _require(is_node_id(node.id), f"node.id: {NODE_ID_RULE}")
     _require("\0" not in node.agent_user, "node.agent_user: no name has a NUL in it")
     for key in ("store", "mountpoint", "catalog", "log_directory"):
         _require("\0" not in getattr(node, key), f"node.{key}: no path has a NUL in it")

@@ -15,6 +15,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from ckptfs.cache.set_back_mark import SetBackMark
 from ckptfs.cache.store import StoreDirectory, write_durably
 from ckptfs.fs.bare_mountpoint import set_takes_files
 from ckptfs.fs.cli_errors import NotReached, WrongUse
-from ckptfs.fs.config import load_config, parse_config
+from ckptfs.fs.config import ConfigurationError, checked_config, load_config
 from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
 from ckptfs.fs.node_processes import NodeProcesses
@@ -42,6 +44,8 @@ STOP_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 0.1
 LOG_LINES_SHOWN = 8
+OPTION_KEYS = r"^(?:protection|mount|node)\.(data_shards|parity_shards|passthrough|catalog)(?=:)"
+"""The keys that `ckptfs cluster up` has options for, as a message about one begins with them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class ClusterNode:
         write_durably(self.config, text)
 
     def config_text(self, settings: ClusterSettings) -> str:
-        """What the node's configuration holds. Raises `ConfigurationError` for settings that can't be."""
+        """What the node's configuration holds. Raises `WrongUse` for settings that can't be."""
         lines = [
             "[node]",
             f"id = {_quoted(self.id)}",
@@ -110,7 +114,9 @@ class ClusterNode:
             lines += ["", "[tls]", *(f"{key} = {_quoted(str(self.directory / 'tls' / name))}" for key, name in files.items())]
         text = "\n".join(lines) + "\n"
         try:
-            parse_config(text.encode(), self.config)
+            checked_config(text.encode())
+        except ConfigurationError as error:
+            raise WrongUse(re.sub(OPTION_KEYS, lambda key: f"--{key[1].replace('_', '-')}", str(error))) from None
         except UnicodeEncodeError:
             raise WrongUse(
                 f"{self.directory!r}: a configuration names only paths that are UTF-8; use another directory"
@@ -224,9 +230,19 @@ class LocalCluster:
 
         Returns the nodes that were started. Raises `WrongUse`, or `NotReached` with the end of the log of a node that failed.
         """
+        is_new = not self.is_one(self.directory)
         self.prepare(node_count, settings)
-        with self._locked():
-            return self._start(self.nodes, start_seconds)
+        try:
+            with self._locked():
+                return self._start(self.nodes, start_seconds)
+        except NotReached as error:
+            if not is_new:
+                raise
+            where = shlex.quote(str(self.directory))
+            raise NotReached(
+                f"{error}\nthe cluster was made and did not start: `ckptfs cluster up {where}` tries again as it is configured; "
+                f"to give other options, remove it first: `ckptfs cluster down {where} --remove`"
+            ) from None
 
     def revive(self, number: int, *, start_seconds: float = START_SECONDS) -> None:
         """Start one node again. Raises as `up`."""
@@ -258,7 +274,7 @@ class LocalCluster:
         """Make the directory and the nodes' configurations, as far as they are not there; None: as many as there are, or 6.
         Nodes that are added to others are configured as those are.
 
-        Raises `WrongUse` or `ConfigurationError`; nothing is changed then.
+        Raises `WrongUse`; or `ConfigurationError` for a node's file that was changed. Nothing is changed then.
         """
         if node_count is not None and not 1 <= node_count <= NODES_MAX:
             raise WrongUse(f"--nodes: 1 to {NODES_MAX}")

@@ -49,7 +49,7 @@ class CertificateAuthority:
     def create(cls, directory: Path, name: str) -> "CertificateAuthority":
         """A new authority in a directory that has none."""
         if (directory / "ca.key").exists() or (directory / "ca.pem").exists():
-            raise CertificateTrouble(f"{directory} holds an authority already; nothing was changed")
+            raise CertificateTrouble(f"{directory} holds an authority already; nothing was changed: name another directory")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / "issued").mkdir(mode=0o700, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())

@@ -36,8 +36,8 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["cluster", "kill", "{tmp}", "node-1"], 2, "'node-1' is no node's number"),
         (["cluster", "revive", "{tmp}", ""], 2, "is no node's number"),
         (["cluster", "up", "{tmp}/c", "--nodes", "0"], 2, "1 to 64"),
-        (["cluster", "up", "{tmp}/c", "--passthrough", "perhaps"], 2, "passthrough"),
-        (["cluster", "up", "{tmp}/c", "--data-shards", "0"], 2, "data_shards: 1 to 32"),
+        (["cluster", "up", "{tmp}/c", "--passthrough", "perhaps"], 2, "--passthrough: auto, on or off, not 'perhaps'"),
+        (["cluster", "up", "{tmp}/c", "--data-shards", "0"], 2, "ckptfs: --data-shards: 1 to 32"),
         (["cluster", "up", "{tmp}/\udcff"], 2, "UTF-8"),
         (["cluster", "up", "/proc/none"], 1, "/proc/none: No such file or directory"),
         (["cluster", "up", "{tmp}/full"], 2, "not empty"),
@@ -45,6 +45,7 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["flush", "{tmp}", "--to", "tiered"], 2, "local or protected"),
         (["flush", "{tmp}", "--timeout", "-1"], 2, "--timeout"),
         (["flush", "{tmp}", "--timeout", "nan"], 2, "--timeout"),
+        (["flush", "{tmp}", "--timeout", "5m"], 2, "lies in no ckptfs mount"),
         (["flush", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["status", "{tmp}"], 2, "lies in no ckptfs mount"),
         (["status", "{tmp}", "--json", "--watch"], 2, "exclude each other"),
@@ -55,7 +56,10 @@ def test_help_is_a_success(arguments: list[str], capsys: pytest.CaptureFixture[s
         (["nodes", "add", "node-0", "--host", "a", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "ckptfs ca init makes one"),
         (["ca", "revoke", "node-0", "--ca", "{tmp}/none"], 2, "ckptfs ca init makes one"),
         (["nodes", "add", "node-0", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "--host"),
-        (["cluster", "up", "{tmp}/c", "--catalog", "etcd://x"], 2, "node.catalog"),
+        (["nodes", "add", "a/b", "--host", "a", "--ca", "{tmp}/none", "--out", "{tmp}/o"], 2, "'a/b' is no node's id"),
+        (["nodes", "admit", "a/b", "00" * 32], 2, "'a/b' is no node's id"),
+        (["cluster", "up", "{tmp}/c", "--catalog", "etcd://x"], 2, "ckptfs: --catalog: must be"),
+        (["drain", "{tmp}", "--deadline", "5 minutes"], 2, "--deadline: a number of seconds"),
     ],
 )
 def test_wrong_use_is_one_line_and_its_code(
@@ -147,6 +151,7 @@ def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert f"ckptfs nodes admit node-3 {hash_of(token).hex()}" in shown
     assert (out / "join.token").stat().st_mode & 0o777 == 0o600
     assert (out / "node.key").stat().st_mode & 0o777 == 0o600
+    assert run(["ca", "revoke", "node-4", "--ca", str(authority)]) == 2
     assert run(["ca", "revoke", "node-3", "--ca", str(authority), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["revoked"] == 1
     assert run(["ca", "revoke", "node-4", "--ca", str(authority)]) == 2

@@ -23,7 +23,8 @@ CLUSTERS = {"a": b"a" * 16, "b": b"b" * 16}
 @pytest.fixture
 def two_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Stores of two nodes each of two clusters, all mounted as far as the kernel's table says; the first store of each."""
-    found, first = [], {}
+    found: list[Mounted] = []
+    first: dict[str, Path] = {}
     for name, cluster in CLUSTERS.items():
         for number in range(2):
             directory = tmp_path / name / f"node-{number}"

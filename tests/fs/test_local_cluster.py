@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.fs.cli_errors import WrongUse
+from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.config import load_config
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
 
@@ -77,3 +77,17 @@ def test_down_twice_is_no_error(tmp_path: Path) -> None:
     cluster.down(remove=False)
     cluster.down(remove=False)
     assert len(cluster.nodes) == 2
+
+
+def test_a_new_cluster_that_does_not_start_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise NotReached("node-0 did not mount in time")
+
+    monkeypatch.setattr(LocalCluster, "_start", fail)
+    cluster = LocalCluster(tmp_path / "a b")
+    with pytest.raises(NotReached, match=f"did not mount in time\n.*`ckptfs cluster down '{cluster.directory}' --remove`"):
+        cluster.up(1, ClusterSettings())
+    with pytest.raises(NotReached, match=r"did not mount in time$"):  # it may hold something by now
+        cluster.up(1, ClusterSettings())
+    cluster.down(remove=True)
+    assert not cluster.directory.exists()
