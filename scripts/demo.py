@@ -1,21 +1,27 @@
 """The whole path on one machine, with the real parts: save, protect, lose two nodes, read back. Run it through `scripts/demo`."""
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
+import shlex
 import shutil
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached
+from ckptfs.fs.cli_errors import CommandError, Interrupted, NotReached, WrongUse
 from ckptfs.fs.cli_flush import wait_until
 from ckptfs.fs.cli_output import human_bytes
 from ckptfs.fs.local_cluster import ClusterSettings, LocalCluster
@@ -31,6 +37,8 @@ PAIRS = 3
 PROTECT_SECONDS_MAX = 300.0
 READ_SIZE = 4 << 20
 TENSOR_SIZE = 16 << 20
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -56,21 +64,94 @@ class Figures:
     lane: str
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM, or the terminal was closed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
 def main() -> int:
     arguments = _parse()
-    out = Console(highlight=False)
     cluster = LocalCluster(arguments.directory)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # not under nohup
+            signal.signal(number, _stop)
+    try:
+        with _alone_in(cluster.directory):
+            return _demo(cluster, arguments)
+    except CommandError as error:
+        _say(str(error))
+        return error.exit_code
+    except OSError as error:
+        _say(f"{error.filename or cluster.directory}: {error.strerror}")
+        return 1
+    except KeyboardInterrupt as error:  # before there was a cluster, or after all was shown
+        _say("interrupted")
+        return _exit_code(error)
+
+
+def _stop(number: int, _: object) -> None:
+    raise Stopped(number)
+
+
+def _exit_code(error: KeyboardInterrupt) -> int:
+    return error.exit_code if isinstance(error, Stopped) else Interrupted.exit_code
+
+
+def _let_nothing_interrupt() -> None:
+    """For what takes seconds, and leaves nothing half done."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One demo at a time in a directory, which is made for that and goes again if it stays empty; the lock goes with the process.
+
+    Raises `NotReached`, `WrongUse`, `OSError`.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise WrongUse(f"{directory} is not a directory")
+    descriptor, is_ours = -1, False
+    try:
+        while descriptor < 0:
+            is_ours |= not directory.exists()
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_ours = False
+                raise NotReached(f"a demo already runs in {directory}") from None
+            if not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):
+                os.close(descriptor)  # of a demo that removed it and ended just now
+                descriptor = -1
+        yield
+    finally:
+        if is_ours:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _demo(cluster: LocalCluster, arguments: argparse.Namespace) -> int:
+    out = Console(highlight=False)
     try:
         figures = _run(cluster, arguments.size_mb << 20, out)
     except CommandError as error:
         return _failed(str(error), error.exit_code, cluster, arguments.keep_nothing)
     except OSError as error:
         return _failed(f"{error.filename or 'the mount'}: {error.strerror}", 1, cluster, arguments.keep_nothing)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _let_nothing_interrupt()
         shutil.rmtree(cluster.directory / "plain", ignore_errors=True)
-        return _failed("interrupted", Interrupted.exit_code, cluster, arguments.keep_nothing)
+        return _failed("interrupted", _exit_code(error), cluster, arguments.keep_nothing)
     finally:
         if arguments.keep_nothing and LocalCluster.is_one(cluster.directory):
+            _let_nothing_interrupt()
             shutil.rmtree(cluster.directory / "plain", ignore_errors=True)
             cluster.down(remove=True)
     out.print(_table(figures))
@@ -81,19 +162,24 @@ def main() -> int:
 
 def _failed(why: str, exit_code: int, cluster: LocalCluster, keep_nothing: bool) -> int:
     """One line: why, and what stays of the cluster and how it is removed."""
-    stays = ""
+    stays, where = "", shlex.quote(str(cluster.directory))
     if LocalCluster.is_one(cluster.directory):
         stays = f"; the cluster in {cluster.directory} " + (
             "is taken down and removed"
             if keep_nothing
-            else f"stays; remove it: {_command()} cluster down {cluster.directory} --remove"
+            else f"stays; go on with it: scripts/demo {where}; or remove it: {_command()} cluster down {where} --remove"
         )
-    print(f"demo: {why}{stays}", file=sys.stderr)
+    _say(f"{why}{stays}")
     return exit_code
 
 
-def _command() -> Path:
-    return Path(sys.executable).parent / "ckptfs"
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"demo: {text}", file=sys.stderr)
+
+
+def _command() -> str:
+    return shlex.quote(str(Path(sys.executable).parent / "ckptfs"))
 
 
 def _parse() -> argparse.Namespace:
@@ -142,7 +228,11 @@ def _run(cluster: LocalCluster, size_bytes: int, out: Console) -> Figures:
     started = time.monotonic()
     size_read = _read(copy)
     restore = time.monotonic() - started
-    if size_read != (plain / name).stat().st_size or _sha256(copy) != _sha256(plain / name) or not writer.loads_equal(copy):
+    if (
+        size_read != (plain / name).stat().st_size
+        or _sha256(copy) != _sha256(plain / name)
+        or not _by(writer, f"reading {copy}", lambda: writer.loads_equal(copy))
+    ):
         raise NotReached(f"{copy} differs from {plain / name}: this is a bug; both files and the logs are kept")
     out.print("  the hashes agree, and it loads")
     shutil.rmtree(plain)
@@ -193,10 +283,24 @@ def _save_in_turns(writer: Writer, in_mount: Path, plain: Path) -> tuple[float, 
         for path in (plain, in_mount) if turn % 2 else (in_mount, plain):
             path.unlink(missing_ok=True)
             started = time.monotonic()
-            writer.save(path)
+            _by(writer, f"saving {path}", partial(writer.save, path))
             seconds[path].append(time.monotonic() - started)
     # The writer gives every save the same bytes but for the archive's name, which is the file's: so the files are equal.
     return statistics.median(seconds[in_mount]), statistics.median(seconds[plain])
+
+
+def _by(writer: Writer, what: str, call: Callable[[], Result]) -> Result:
+    """What the writer's library does: of what a drive or a mount refuses some make errors of their own. Raises `NotReached`."""
+    try:
+        return call()
+    except OSError:
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise NotReached(
+            f"{what} with {writer.name} failed ({said}): the drive is full, or the node ended, and its log says why; what was "
+            "saved before is safe. Make room or name a smaller --size-mb, and run it again"
+        ) from error
 
 
 def _read(path: Path) -> int:
@@ -230,13 +334,14 @@ def _table(figures: Figures) -> Table:
 
 
 def _print_how_to_go_on(cluster: LocalCluster, out: Console) -> None:
-    command = _command()
+    command, where = _command(), shlex.quote(str(cluster.directory))
+    mountpoint = shlex.quote(str(cluster.nodes[0].mountpoint))
     for line in (
         "the two nodes run again; the cluster stays up:",
-        f"  look at it:       {command} status {cluster.directory}",
-        f"  save into it:     any program, into {cluster.nodes[0].mountpoint} (or another node's mnt)",
-        f"  wait for safety:  {command} flush {cluster.nodes[0].mountpoint}",
-        f"  take it down:     {command} cluster down {cluster.directory} --remove",
+        f"  look at it:       {command} status {where}",
+        f"  save into it:     any program, into {mountpoint} (or another node's mnt)",
+        f"  wait for safety:  {command} flush {mountpoint}",
+        f"  take it down:     {command} cluster down {where} --remove",
     ):
         out.print(line, soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """Ctrl-C: one line or one JSON document, the documented code, and nothing that stays unsaid."""
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from ckptfs.fs import cli_verify
 from ckptfs.fs.cli import run
+from ckptfs.fs.cli_errors import NotReached
 from ckptfs.fs.local_cluster import LocalCluster
 from ckptfs.fs.mount_table import mounts
 
@@ -44,21 +46,46 @@ def test_a_command_that_is_interrupted(
         assert captured.out == ""
 
 
-@pytest.mark.parametrize("keep_nothing", [False, True])
-def test_the_demo_says_what_stays_of_it(scratch: Path, keep_nothing: bool) -> None:
-    directory = scratch / "demo"
-    command = [sys.executable, "-P", str(DEMO), str(directory), "--size-mb", "1", *(["--keep-nothing"] if keep_nothing else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+def _demo(directory: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-P", str(DEMO), str(directory), "--size-mb", "1", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_the_drive_refuses_a_library_is_one_line() -> None:
+    """torch makes a RuntimeError of it."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "demo", demo)  # where its dataclasses look
+        spec.loader.exec_module(demo)
+        writer = demo._writer(4096)
+        with pytest.raises(NotReached, match=r"saving /dev/full with torch.save failed \(.*\): the drive is full") as caught:
+            demo._by(writer, "saving /dev/full", lambda: writer.save(Path("/dev/full")))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "keep_nothing"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True), (signal.SIGHUP, 129, False)]
+)
+def test_the_demo_says_what_stays_of_it(scratch: Path, number: int, code: int, keep_nothing: bool) -> None:
+    directory = scratch / "a demo"
+    with _demo(directory, *(["--keep-nothing"] if keep_nothing else [])) as demo:
         assert demo.stdout is not None
         while not demo.stdout.readline().startswith("2"):
             assert demo.poll() is None
-        demo.send_signal(signal.SIGINT)
+        second = _demo(directory, "--keep-nothing")
+        assert second.communicate(timeout=60)[1] == f"demo: a demo already runs in {directory}\n"
+        assert second.returncode == 1
+        demo.send_signal(number)
         _, error = demo.communicate(timeout=60)
-    assert demo.returncode == 130
+    assert demo.returncode == code
     assert error.startswith("demo: interrupted; ")
     assert error.count("\n") == 1
     if not keep_nothing:
         assert any(mounted.mountpoint.is_relative_to(directory) for mounted in mounts())
-        assert f"cluster down {directory} --remove" in error
+        assert f"scripts/demo '{directory}'" in error
+        assert f"cluster down '{directory}' --remove" in error
         LocalCluster(directory).down(remove=True)
     assert not directory.exists()
