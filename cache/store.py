@@ -62,11 +62,16 @@ def sync_directory(path: Path) -> None:
 def write_durably(path: Path, text: str, mode: int = 0o644) -> None:
     """Make the file hold the text, or put it in an older one's place; it survives a power cut. Raises `OSError`."""
     temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     sync_directory(path.parent)
 
 

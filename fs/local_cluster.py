@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from ckptfs.fs.cli_errors import NotReached, WrongUse
 from ckptfs.fs.config import ConfigurationError, checked_config, load_config
 from ckptfs.fs.local_socket import Message, NodeNotAnswering, call
 from ckptfs.fs.mount_table import detach, mount_of, mounts, mounts_at
-from ckptfs.fs.node_processes import NodeProcesses
+from ckptfs.fs.node_processes import NodeProcesses, started_with
 
 MARKER = "cluster.json"
 NODES_MAX = 64
@@ -169,6 +170,11 @@ class ClusterNode:
 
     def kill(self) -> None:
         """End the node without warning, as a power cut of its machine would, and take its dead mount away."""
+        known = self.processes.living()
+        for pid in started_with(self.config):
+            if pid not in known:  # whoever started it was interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.processes.kill()
         detach(self.mountpoint, abort=True)
 

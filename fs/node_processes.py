@@ -81,6 +81,16 @@ class NodeProcesses:
         return pid if is_ckptfs(pid) and started in ([], [started_at(pid)]) else None
 
 
+def started_with(config: Path) -> list[int]:
+    """The processes that run `ckptfs node` with exactly this configuration: one that was started just now has no pid file yet."""
+    end, found = b"\0".join([b"ckptfs.fs.cli", b"node", b"--config", os.fsencode(config), b""]), []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and Path("/proc", name, "cmdline").read_bytes().endswith(b"\0" + end):
+                found.append(int(name))
+    return found
+
+
 def is_ckptfs(pid: int) -> bool:
     """Whether the process lives and is one of ours: a pid in a file of a machine that restarted may be anybody's by now."""
     try:

@@ -1,5 +1,7 @@
 """What a cluster writes before any node runs."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,4 +92,16 @@ def test_a_new_cluster_that_does_not_start_names_the_way_out(tmp_path: Path, mon
     with pytest.raises(NotReached, match=r"did not mount in time$"):  # it may hold something by now
         cluster.up(1, ClusterSettings())
     cluster.down(remove=True)
+    assert not cluster.directory.exists()
+
+
+def test_a_node_that_was_just_started_is_found_without_its_pid_file(tmp_path: Path) -> None:
+    """Who was interrupted while starting a cluster, and takes it down at once, leaves no node behind."""
+    cluster = LocalCluster(tmp_path / "c")
+    cluster.prepare(1)
+    (node,) = cluster.nodes
+    program = [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "ckptfs.fs.cli", "node", "--config", str(node.config)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as started:
+        cluster.down(remove=True)
+        assert started.wait(timeout=60) == -9
     assert not cluster.directory.exists()
