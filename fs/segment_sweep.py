@@ -1,7 +1,8 @@
 """What other nodes removed or rewrote, and what was to be unlinked when the process that knew of it was killed.
 
 Rows of `mount.db` and files in use whose inode is gone, or moved to another home, are let go: what the catalog's log says has
-changed is looked at often. What was looked at is written down, so that the next process begins there (`MountRecovery`).
+changed is looked at often. What was looked at is written down, so that the next process begins there (`MountRecovery`). Now and
+then all rows are looked at, because a row that tells of nothing would be counted as unprotected for ever.
 Segments are looked at now and then: one goes only if no version whose home is this store names it in a walk over the catalog, no
 file in use has it, and, asked again by the inode it is labelled with, the catalog still doesn't: a walk may miss a version that a
 rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it; one
@@ -19,8 +20,8 @@ from contextlib import aclosing
 
 import trio
 
-from ckptfs.cache.catalog_format import VersionState, version_key
-from ckptfs.cache.catalog_kv import COMPARES_MAX
+from ckptfs.cache.catalog_format import Version, VersionState, inode_key, unpack, version_key
+from ckptfs.cache.catalog_kv import COMPARES_MAX, Entry
 from ckptfs.cache.changed_inodes import changed_inodes
 from ckptfs.cache.errors import CacheError, DamagedData, NoSuchName
 from ckptfs.cache.id_filter import IdFilter
@@ -73,7 +74,8 @@ class SegmentSweep:
         agreed = database.fact(AGREED_FACT)
         self._swept = None if agreed is None else int(agreed)
         self._noted = self._swept
-        self._in_use: set[InodeNumber] = set()
+        self._kept: set[InodeNumber] = set()
+        """Of rows that the last sweep could not let go: their files are in use, or changed just then."""
         self._without_row: dict[InodeNumber, Vid] = {}
         """Local versions that the last walk found, of files that have no row."""
         self.kept_count = 0
@@ -91,39 +93,54 @@ class SegmentSweep:
                 rows_at = trio.current_time() + ROWS_SECONDS
             started = trio.current_time()
             if started >= segments_at:
+                await self.sweep_rows(all_rows=True)
                 await self.sweep_segments()
                 segments_at = _next(started, SEGMENTS_SECONDS)
             await trio.sleep(max(0.0, min(rows_at, segments_at) - trio.current_time()))
 
-    async def sweep_rows(self) -> int:
-        """Let go what other nodes have removed or taken over, unless programs here have it open. Returns how many rows went."""
-        count = 0
+    async def sweep_rows(self, *, all_rows: bool = False) -> int:
+        """Let go what other nodes have removed, replaced or taken over, unless programs here have it open: among `all_rows`, or
+        those whose inode changed since the last sweep. Returns how many rows went."""
+        count, kept = 0, set[InodeNumber]()
         try:
             revision = await self._namespace.kv.revision()
             await self._namespace.kv.catch_up()  # what the log says is gone must not be there still, for it isn't looked at again
-            rows = await self._rows_to_look_at(revision)
+            rows = self._database.files() if all_rows else await self._rows_to_look_at(revision)
             for start in range(0, len(rows), COMPARES_MAX):
                 await trio.lowlevel.checkpoint()
-                for row in await self._without_version(rows[start : start + COMPARES_MAX]):
-                    count += await self._let_go(row)
+                for row in await self._without_content(rows[start : start + COMPARES_MAX]):
+                    if await self._let_go(row):
+                        count += 1
+                    else:
+                        kept.add(row.ino)
+            self._kept = kept
             self._note(revision)
         except CacheError as error:
             log.warning("row_sweep_put_off error=%s", error)
         return count
 
     async def _rows_to_look_at(self, revision: int) -> list[FileRow]:
-        """Those whose inode changed since the last sweep, and those that were still in use then."""
+        """Those whose inode changed since the last sweep, and those that were kept then."""
         changed = None if self._swept is None else await changed_inodes(self._namespace.kv, self._swept, revision)
         if changed is None:
             return self._database.files()
-        return self._database.files_of(changed | self._in_use)
+        return self._database.files_of(changed | self._kept)
 
-    async def _without_version(self, rows: Sequence[FileRow]) -> list[FileRow]:
-        """Those whose version is gone, which are few: asked for together, because the rows of all that was made here lately are
-        among those to look at, and programs wait meanwhile."""
-        entries = await self._namespace.kv.get_many([version_key(row.vid) for row in rows])
-        self._in_use.difference_update(row.ino for row in rows)
-        return [row for row, entry in zip(rows, entries, strict=True) if entry is None]
+    async def _without_content(self, rows: Sequence[FileRow]) -> list[FileRow]:
+        """Those that tell of nothing a file has any more, which are few: asked for together, because the rows of all that was
+        made here lately are among those to look at, and programs wait meanwhile.
+
+        A version outlives its inode where another node's file replaced that, until that file is local itself; and where it was
+        protected, as a tombstone. No change of the row's inode tells when it is gone at last, and nobody will protect it.
+        """
+        kv = self._namespace.kv
+        versions = await kv.get_many([version_key(row.vid) for row in rows])
+        inodes = await kv.get_many([inode_key(row.ino) for row in rows])
+        return [
+            row
+            for row, version, inode in zip(rows, versions, inodes, strict=True)
+            if version is None or inode is None or _is_dead(version)
+        ]
 
     def _note(self, revision: int) -> None:
         """The sweep before this one is what holds after a kill: a change of its time may not have had its row written yet when
@@ -136,16 +153,16 @@ class SegmentSweep:
     async def _let_go(self, row: FileRow) -> bool:
         async with self._open_files.alone(row.ino):  # nobody begins to write it meanwhile
             file = self._open_files.get(row.ino)
-            in_use = file is not None and (file.is_held or file.pins or file.vid != row.vid)
-            if in_use:
-                self._in_use.add(row.ino)
-            if in_use or self._database.file(row.ino) != row or await self._versions.version(row.vid) is not None:
+            if file is not None and (file.is_held or file.pins or file.vid != row.vid):
+                return False
+            if self._database.file(row.ino) != row or not await self._without_content([row]):
                 return False
             if file is not None:
                 self._open_files.drop(file)
             self._reclaimer.when_durable(lambda: self._database.remove_row(row))
         log.info("file_let_go inode=%d segment=%s: removed or rewritten on another node", row.ino, row.segment.hex())
-        if not await self._is_wanted(row.segment):
+        # Else it goes when no version names it any more: until then a file may fall back to it.
+        if await self._versions.version(row.vid) is None and not await self._is_wanted(row.segment):
             self._reclaimer.segment(row.segment, at_once=False)
         return True
 
@@ -244,6 +261,14 @@ class SegmentSweep:
             version = None if vid is None else await self._versions.version(vid)
             if version is not None and version.segment == segment:
                 return True
+        return False
+
+
+def _is_dead(entry: Entry) -> bool:
+    """A damaged record says nothing."""
+    try:
+        return unpack(Version, entry.value).state is VersionState.DEAD
+    except DamagedData:
         return False
 
 

@@ -13,12 +13,13 @@ import trio
 import trio.testing
 
 from ckptfs.cache import refusal_mark
-from ckptfs.cache.catalog_format import VersionState, inode_key, version_key
+from ckptfs.cache.catalog_format import ShardLayout, VersionState, inode_key, version_key
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id, new_vid
 from ckptfs.cache.mount_db import BOOT_FACT, FileState
 from ckptfs.cache.namespace import Namespace
+from ckptfs.cache.versions import ProtectedCommit
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs import last_use
 from ckptfs.fs.fuse_format import Opcode, SetattrField
@@ -527,6 +528,83 @@ async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> Non
     assert node.segment_count() == 1
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("looked_between", [False, True])
+async def test_what_a_file_of_another_node_replaced_counts_as_unprotected_no_more(
+    start_node: StartNode, looked_between: bool, killed: bool
+) -> None:
+    """The replaced version outlives its inode until the other file is local: then no change of that inode tells of its end."""
+    here, there = await start_node("a"), await start_node("b")
+    sweep = _sweep(here)
+    await here.save(b"name", b"what was there before")
+    await here.settle()
+    await sweep.sweep_rows()
+    _, fh = await there.create(b"temporary")
+    await there.write(fh, b"what is there now")
+    await there.release(fh)
+    await there.rename(b"temporary", b"name")
+    if looked_between:
+        for _ in range(3):
+            await sweep.sweep_rows()
+        assert here.segment_count() == 1, "the other file may fall back to it"
+    await there.settle()
+    if killed:
+        here.kill()
+        here = await start_node("a")
+        sweep = _sweep(here)
+    await sweep.sweep_rows(all_rows=killed)  # as a new process begins: a row may have been let go, and not be gone yet
+    await here.settle()
+    assert here.database.exposure().files == 0
+    assert here.database.files() == []
+    await sweep.sweep_segments()
+    await here.settle()
+    assert here.segment_count() == 0
+
+
+async def test_what_was_protected_and_replaced_before_its_home_heard_of_it_counts_as_unprotected_no_more(
+    start_node: StartNode,
+) -> None:
+    """Its agent was killed before it could tell the mount, and the version is a tombstone by now."""
+    here, there = await start_node("a"), await start_node("b")
+    sweep = _sweep(here)
+    ino = InodeNumber(await here.save(b"name", b""))
+    await _protect_empty(here, ino)
+    await sweep.sweep_rows()
+    assert here.database.exposure().files == 1, "not before its mount is told"
+    await there.release(await there.open(ino, os.O_WRONLY | os.O_TRUNC))
+    await there.settle()
+    await _protect_empty(there, ino)
+    assert await sweep.sweep_rows() == 1
+    await here.settle()
+    assert here.database.files() == []
+
+
+async def _protect_empty(node: Any, ino: InodeNumber) -> None:
+    """As the agent does it, but that it tells nobody."""
+    vid = (await node.namespace.inode(ino)).cur
+    commit = ProtectedCommit(ino, vid, ShardLayout.COPIES, 0, 0, 0, [], {})
+    assert await node.versions.commit_protected([commit]) == {vid}
+
+
+async def test_a_row_that_a_sweep_found_changing_is_looked_at_again(start_node: StartNode) -> None:
+    """As when a file becomes local while another node removes it: the row is written after the sweep has looked."""
+    node = await start_node()
+    sweep = _sweep(node)
+    ino = await node.save(b"file", b"content")
+    await node.settle()
+    await sweep.sweep_rows()
+    await Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0).unlink(InodeNumber(ROOT), b"file")
+    row = node.database.file(ino)
+    async with trio.open_nursery() as nursery, node.open_files.alone(ino):
+        nursery.start_soon(sweep.sweep_rows)
+        await trio.testing.wait_all_tasks_blocked()
+        node.database.put_file(row._replace(size=row.size + 1))
+    assert node.database.file(ino) is not None
+    assert await sweep.sweep_rows() == 1
+    await node.settle()
+    assert node.database.files() == []
+
+
 async def test_what_another_node_removed_is_let_go_though_the_replica_lags(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,14 +731,15 @@ async def test_what_a_file_of_another_node_replaced_and_lost_again_is_protected(
     ino, fh = await there.create(b"temporary")
     await there.write(fh, b"not synced")
     await (here if who == "here" else there).rename(b"temporary", b"name")
-    await here.settle()
     await _sweep(here).sweep_rows()
+    await here.settle()
     assert await there.versions.drop_open_versions([(InodeNumber(ino), there.open_files.get(InodeNumber(ino)).vid)])
     shown = await here.namespace.inode(InodeNumber(ino))
     for _ in range(2):  # once is enough
         await _sweep(here).sweep_segments()
         (row,) = here.database.files()
-        assert (row.vid, row.state) == (shown.cur, FileState.LOCAL)
+        # Under the number of the file that shows it: it can't be protected under another.
+        assert (row.ino, row.vid, row.state) == (ino, shown.cur, FileState.LOCAL)
     assert await here.content(ino) == b"what was there before"
 
 

@@ -4,7 +4,8 @@ At each commit: I2 (what readers get was synced and hashed at its home), I4 (pro
 root, synced), I3 (what is kept of a dead version goes only after its grace, when all that was saved before it is protected), I7
 (an ended session commits nothing, an inode has one writer in one epoch). At each removal of a shard: I5. Now and then, and at the
 end: I12 (a replica at R is the catalog at R), I13 (the tree, and how inodes name versions), I1 and I6 (each protected version's
-shards, wherever they were ever stored under its id, agree with its root). At rest: I15 (stores and catalog agree).
+shards, wherever they were ever stored under its id, agree with its root). At rest: I15 (stores and catalog agree; nothing
+waits for protection by what any node says).
 I8, I9, I10, I11 and I16 are what the clients check: see `simulated_clients`.
 """
 
@@ -312,11 +313,22 @@ class Invariants:
         for vid, version in versions.items():
             if version.state is VersionState.PROTECTED and any(self._is_gone(shard.store) for shard in version.shards):
                 return f"{vid.hex()} has shards on a store that is gone"
-        for node in self._cluster.nodes if wholly else ():
-            if reason := self._unrest_of(node, versions):
+        for node in self._cluster.nodes:
+            if reason := self._exposure_of(node) or (wholly and self._unrest_of(node, versions)):
                 return f"{node.machine.name} {reason}"
         held = self.catalog.entries(b"h/")
         return f"{len(held)} segments are held" if held and wholly else ""
+
+    def _exposure_of(self, node: Node) -> str:
+        """What its status would say that its death would lose now: nothing, for all is protected."""
+        if node.mount is None or node.agent is None:
+            return "has no mount or no agent"
+        closed, opened = node.mount.database.exposure(), node.mount.growing.exposure()
+        listed = node.agent.agent.replicator.statistics()
+        if closed.files or opened.files or listed.waiting_count:
+            rows = [(row.ino, row.state.name, row.vid.hex()) for row in node.mount.database.files()]
+            return f"counts {closed} and {opened}, its agent {listed.waiting_count} as unprotected: {rows}"
+        return ""
 
     def _unrest_of(self, node: Node, versions: dict[Vid, Version]) -> str:
         store, damaged = node.store, node.machine.number in self.damaged
