@@ -16,7 +16,7 @@ WRONG = ("damaged", "missing", "lost")
 
 
 class Finding(NamedTuple):
-    """Of one version. `path` is relative to the mountpoint, where it is known. `deep`: only as deep a look can show that it is
+    """Of one version. `path` is relative to the mountpoint, where it is known. `deep`: only a deep look can show that it is all
     right again."""
 
     vid: Vid
@@ -34,12 +34,14 @@ class VerifyFindings:
         self._findings: OrderedDict[InodeNumber, Finding] = OrderedDict()
 
     def note(self, ino: InodeNumber, vid: Vid, path: bytes, report: FileReport, *, deep: bool) -> None:
-        """A file was verified. What was never protected has a state of its own for its damage, and is not noted."""
+        """A file was verified, and perhaps repaired: the report is as it stands then. What was never protected has a state of its
+        own for its damage, and is not noted."""
         before = self._findings.get(ino)
         if report.is_protected and report.result in WRONG:
             message = str(report.as_message()["message"])
             name = path.decode(errors="replace") or f"a file (find MOUNTPOINT -inum {ino})"
-            self._findings[ino] = Finding(vid, name, report.result, message, deep)
+            known_deep = not deep and before is not None and before.vid == vid and before.deep
+            self._findings[ino] = Finding(vid, name, report.result, message, known_deep or (deep and report.needs_deep))
             self._findings.move_to_end(ino)
             if len(self._findings) > FINDINGS_MAX:
                 self._findings.popitem(last=False)

@@ -209,6 +209,7 @@ class Verifier:
                 for index in wrong:
                     tables.pop(index)
                     report.damaged.append(index)
+                    report.foreign_parity.append(index)
                     inspection.complaints[index] = f"shard {index}: parity of stripe {stripe} does not belong to its data"
 
     def _wrong_parity(self, content: StripedContent, stripe: int, buffer: memoryview, tables: dict[int, bytes]) -> list[int]:

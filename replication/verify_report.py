@@ -33,6 +33,8 @@ class FileReport:
     ino: InodeNumber
     size: int = 0
     damaged: list[int] = field(default_factory=list)
+    foreign_parity: list[int] = field(default_factory=list)
+    """Of `damaged`: parity that is what was acknowledged, and does not belong to its data. Only a deep look shows that."""
     missing: list[int] = field(default_factory=list)
     unreachable: list[int] = field(default_factory=list)
     repaired: list[int] = field(default_factory=list)
@@ -67,6 +69,12 @@ class FileReport:
         if not self.is_protected:
             return "unprotected"
         return "repaired" if self.repaired or self.mended else "ok"
+
+    @property
+    def needs_deep(self) -> bool:
+        """Whether only a deep look can show that what this one found is right again. A damaged segment is marked in the catalog,
+        so that every look sees it from then on."""
+        return bool(self.copies or self.reading == "damaged" or not set(self.foreign_parity).isdisjoint(self.damaged))
 
     def add(self, note: str) -> None:
         """Append to the message."""

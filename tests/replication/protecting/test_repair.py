@@ -138,6 +138,26 @@ async def test_what_verify_found_shows_in_status_until_it_is_repaired(cluster: A
     assert (await requests.answer({"do": "status"}))["problems"] == []
 
 
+@pytest.mark.parametrize("looks", [(True,), (False, True), (True, False)])
+async def test_what_a_deep_look_found_is_right_after_a_repair_that_was_none(cluster: Any, looks: tuple[bool, ...]) -> None:
+    """The repair looked at all that was found wrong, though not as deep."""
+    saved = await cluster[0].save("model.pt", os.urandom(SIZE))
+    (version,) = await cluster[0].protected(saved)
+    DAMAGES["empty"](await shard_path(cluster, version, saved.vid, 1))
+    DAMAGES["foreign"](await shard_path(cluster, version, saved.vid, 4))
+    requests = AgentRequests(cluster[2].running)
+    request: dict[str, Any] = {"do": "verify", "inos": [saved.ino], "paths": [b"run/model.pt"]}
+    for deep in looks:
+        await requests.answer(request | {"deep": deep})
+        assert "run/model.pt (damaged)" in (await requests.answer({"do": "status"}))["problems"][0]
+    (repaired,) = (await requests.answer(request | {"repair": True}))["files"]
+    assert (repaired["result"], repaired["repaired"]) == ("repaired", [1, 4])
+    assert (await requests.answer({"do": "status"}))["problems"] == []
+    assert (await requests.answer({"do": "findings", "inos": [saved.ino]}))["findings"] == {}
+    (after,) = (await requests.answer(request | {"deep": True}))["files"]
+    assert after["result"] == "ok"
+
+
 async def test_cells_damaged_here_and_there_in_all_shards(cluster: Any) -> None:
     """More shards are damaged than can be lost, but no stripe has more than two wrong cells."""
     saved = await cluster[0].save("model.pt", os.urandom(SIZE))
