@@ -229,6 +229,8 @@ class Replicator:
             version = await self._local(one)
             if version is None:
                 continue
+            # Another than the row's where the file that replaced that one was lost, and shows this again.
+            one = one._replace(ino=version.ino)
             if self._protector.is_small(version):
                 if self._batches < BATCHES_IN_PROGRESS_MAX:
                     if len(batch) >= BATCH_COUNT_MAX or sum(each.size for each, _ in batch) + one.size > BATCH_SIZE_MAX:

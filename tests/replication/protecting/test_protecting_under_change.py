@@ -72,6 +72,20 @@ async def test_replaced_by_rename_meanwhile(cluster: Any) -> None:
     assert await cluster[3].content(new) == new.content
 
 
+async def test_what_a_replacement_that_was_lost_shows_again_is_protected(cluster: Any) -> None:
+    """Its home may still have it under the number of the file that was replaced."""
+    node = cluster[0]
+    await node.down()
+    old = await node.save("a", os.urandom(SIZE), wake=False)
+    new = await cluster[1].open("a.tmp", b"never synced")
+    await cluster[1].namespace.rename(ROOT_INODE, b"a.tmp", ROOT_INODE, b"a", RenameFlags(0))
+    assert (await cluster[1].versions.drop_open_versions([(new.ino, new.vid)])).shown == [new.ino]
+    await node.up()
+    await node.protected(old)
+    await node.settled()
+    assert await cluster[3].content(old) == old.content
+
+
 async def test_rewritten_meanwhile(cluster: Any) -> None:
     """In place: the same segment under a new version. The first attempt must not commit, whatever it had read so far."""
     node = cluster[0]
