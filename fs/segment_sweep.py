@@ -211,7 +211,8 @@ class SegmentSweep:
         to be protected."""
         if not self._without_row:
             return
-        with_row = {row.vid for row in self._database.files()}  # also under the number of the file that was replaced
+        # Also under the number of the file that was replaced; but what waits until programs here have closed that doesn't count.
+        with_row = {row.vid for row in self._database.files() if row.state is not FileState.ORPHAN}
         for ino, vid in self._without_row.items():
             if vid in with_row:
                 continue

@@ -743,6 +743,22 @@ async def test_what_a_file_of_another_node_replaced_and_lost_again_is_protected(
     assert await here.content(ino) == b"what was there before"
 
 
+async def test_what_is_shown_again_is_protected_though_programs_have_the_replaced_file_open(start_node: StartNode) -> None:
+    here, there = await start_node("a"), await start_node("b")
+    fh = await here.open(await here.save(b"name", b"what was there before"))
+    ino, _ = await there.create(b"temporary")
+    await there.rename(b"temporary", b"name")
+    here = await _killed(lambda: start_node("a"), here)
+    assert await there.versions.drop_open_versions([(InodeNumber(ino), there.open_files.get(InodeNumber(ino)).vid)])
+    await _sweep(here).sweep_segments()
+    assert [(row.ino, row.state) for row in here.database.files()][1:] == [(ino, FileState.LOCAL)]
+    assert await here.read(fh) == b"what was there before"
+    await here.release(fh)
+    await here.settle()
+    assert [row.ino for row in here.database.files()] == [ino]
+    assert await here.content(ino) == b"what was there before"
+
+
 async def test_a_clock_set_back_does_not_make_a_new_database_older_than_segments(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
