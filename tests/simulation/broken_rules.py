@@ -14,15 +14,17 @@ from virtual_machine import Process, process
 
 from ckptfs.cache import lost_stores, seal
 from ckptfs.cache.catalog_etcd import EtcdCatalog
-from ckptfs.cache.catalog_format import Version, VersionState, inode_key, pack
+from ckptfs.cache.catalog_format import Version, VersionState, inode_key, pack, version_key
 from ckptfs.cache.catalog_kv import Put, Unchanged
 from ckptfs.cache.catalog_records import existing_inode
 from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import ID_SIZE, InodeNumber, Vid
+from ckptfs.cache.mount_db import FileRow
 from ckptfs.cache.namespace import Namespace
 from ckptfs.cache.versions import Versions
 from ckptfs.fs import growing
 from ckptfs.fs.repeats import Repeats
+from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.replication import protect, shard_writer
 from ckptfs.replication.collector import Collector, Frontier
 from ckptfs.replication.holders import PeerSink
@@ -167,6 +169,22 @@ def _without_syncs(module: Any) -> None:
 async def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def replaced_rows_are_forgotten() -> None:
+    """I15: what another node's file replaced is looked at once, while that file may still fall back to it."""
+
+    async def without_version(self: SegmentSweep, rows: Sequence[FileRow]) -> list[FileRow]:
+        entries = await self._namespace.kv.get_many([version_key(row.vid) for row in rows])
+        return [row for row, entry in zip(rows, entries, strict=True) if entry is None]
+
+    sweep_rows = SegmentSweep.sweep_rows
+
+    async def of_what_changed(self: SegmentSweep, *, all_rows: bool = False) -> int:
+        return await sweep_rows(self)
+
+    SegmentSweep._without_content = without_version  # type: ignore[method-assign]
+    SegmentSweep.sweep_rows = of_what_changed  # type: ignore[method-assign]
+
+
 RULES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "reclaim_at_unlink": (reclaim_at_unlink, ()),
     "commit_before_the_last_acknowledgement": (commit_before_the_last_acknowledgement, ()),
@@ -181,5 +199,6 @@ RULES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "no_session_compare": (no_session_compare, ("freeze", "cut_from_etcd", "isolate")),
     "return_over_newer": (return_over_newer, ("lose_store",)),
     "fsync_forgets_the_mark": (fsync_forgets_the_mark, ("cut_power",)),
+    "replaced_rows_are_forgotten": (replaced_rows_are_forgotten, ()),
 }
 """Each with the kinds of fault that show it, if it takes certain ones."""

@@ -4,8 +4,8 @@ At each commit: I2 (what readers get was synced and hashed at its home), I4 (pro
 root, synced), I3 (what is kept of a dead version goes only after its grace, when all that was saved before it is protected), I7
 (an ended session commits nothing, an inode has one writer in one epoch). At each removal of a shard: I5. Now and then, and at the
 end: I12 (a replica at R is the catalog at R), I13 (the tree, and how inodes name versions), I1 and I6 (each protected version's
-shards, wherever they were ever stored under its id, agree with its root). At rest: I15 (stores and catalog agree; nothing
-waits for protection by what any node says).
+shards, wherever they were ever stored under its id, agree with its root). At rest: I15 (stores and catalog agree, and no node
+says that anything waits for protection).
 I8, I9, I10, I11 and I16 are what the clients check: see `simulated_clients`.
 """
 

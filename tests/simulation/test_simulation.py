@@ -34,6 +34,7 @@ RULES = (
     "no_session_compare",
     "return_over_newer",
     "fsync_forgets_the_mark",
+    "replaced_rows_are_forgotten",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + SECONDS_PER_SEED * max(SEEDS, 100))]
