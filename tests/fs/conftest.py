@@ -61,6 +61,7 @@ from ckptfs.fs.remote_writing import RemoteWriting
 from ckptfs.fs.removed_inodes import RemovedInodes
 from ckptfs.fs.repeats import Repeats
 from ckptfs.fs.segment_holds import SegmentHolds
+from ckptfs.fs.segment_sweep import SegmentSweep
 from ckptfs.fs.segment_switch import SegmentSwitch
 from ckptfs.fs.settle import Settler
 from ckptfs.fs.shared_commits import SharedCommits
@@ -321,6 +322,12 @@ class BareNode:
         await self.settler.settle_due(everything=True)
         await self.holds.drain()
         await self.reclaimer.drain()
+
+    def sweep(self) -> SegmentSweep:
+        """A sweep that has looked at nothing yet."""
+        return SegmentSweep(
+            self.namespace, self.versions, self.segments, self.open_files, self.reclaimer, self.database, self.store.store_id
+        )
 
     async def state(self, ino: int) -> VersionState | None:
         """The state of the version the inode shows, or of the one that is being written."""

@@ -13,20 +13,17 @@ import trio
 import trio.testing
 
 from ckptfs.cache import refusal_mark
-from ckptfs.cache.catalog_format import ShardLayout, VersionState, inode_key, version_key
+from ckptfs.cache.catalog_format import VersionState, inode_key, version_key
 from ckptfs.cache.catalog_sqlite import SqliteCatalog
 from ckptfs.cache.errors import NoSuchName
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, new_segment_id, new_vid
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, new_segment_id
 from ckptfs.cache.mount_db import BOOT_FACT, FileState
-from ckptfs.cache.namespace import Namespace
-from ckptfs.cache.versions import ProtectedCommit
 from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs import last_use
 from ckptfs.fs.fuse_format import Opcode, SetattrField
 from ckptfs.fs.ghost_handles import FIRST_LOOK_SECONDS, close_ghosts
 from ckptfs.fs.kernel_use import Use
 from ckptfs.fs.open_files import Lane
-from ckptfs.fs.segment_sweep import SegmentSweep
 
 StartNode = Callable[..., Awaitable[Any]]
 ROOT = int(ROOT_INODE)
@@ -44,12 +41,6 @@ async def not_asked(inos: Sequence[InodeNumber]) -> dict[InodeNumber, Use]:
     raise AssertionError(f"nothing of {inos} is served")
 
 
-def _sweep(node: Any) -> SegmentSweep:
-    return SegmentSweep(
-        node.namespace, node.versions, node.segments, node.open_files, node.reclaimer, node.database, node.store.store_id
-    )
-
-
 async def test_handles_files_and_bytes_are_there_again(start_node: StartNode) -> None:
     node = await start_node()
     ino, fh = await node.create(b"file")
@@ -63,20 +54,6 @@ async def test_handles_files_and_bytes_are_there_again(start_node: StartNode) ->
     await node.settle()
     assert await node.state(ino) is VersionState.LOCAL
     assert await node.content(ino) == b"beforeafter"
-
-
-@pytest.mark.parametrize("power_cut", [False, True])
-async def test_a_row_that_got_further_than_the_catalog_goes_with_the_next_sweep(start_node: StartNode, power_cut: bool) -> None:
-    """A power cut may take the catalog's newest transactions and leave a row that tells of them."""
-    node = await start_node()
-    ino = await node.save(b"file", b"content")
-    for _ in range(2):  # what agrees is noted
-        await _sweep(node).sweep_rows()
-    row = node.database.file(ino)
-    node.database.put_file(row._replace(ino=12345, vid=new_vid()))
-    node = await _killed(start_node, node, power_cut=power_cut)
-    assert await _sweep(node).sweep_rows() == int(power_cut), "a kill takes nothing from the catalog: it is not looked for"
-    assert await node.content(ino) == b"content"
 
 
 async def test_handle_numbers_are_never_used_again(start_node: StartNode) -> None:
@@ -360,7 +337,7 @@ async def test_a_start_looks_at_what_was_in_flight_and_not_at_what_is_stored(
         _, fh = await node.create(b"%d" % number)
         await node.release(fh)
     await node.settle()
-    sweep = _sweep(node)
+    sweep = node.sweep()
     await sweep.sweep_rows()
     ino, fh = await node.create(b"in flight")
     await node.write(fh, b"content")
@@ -405,7 +382,7 @@ async def test_a_segment_that_was_to_be_removed_goes_after_the_kill(start_node: 
     await node.save(b"file", b"content")
     await node.unlink(b"file")
     node = await _killed(start_node, node)
-    sweep = _sweep(node)
+    sweep = node.sweep()
     assert await sweep.sweep_segments() == 1
     await node.settle()
     assert node.segment_count() == 0
@@ -419,7 +396,7 @@ async def test_the_sweep_leaves_what_is_open_local_or_nameless(start_node: Start
     _, nameless = await node.create(b"nameless")
     await node.unlink(b"nameless")
     node = await _killed(start_node, node)
-    sweep = _sweep(node)
+    sweep = node.sweep()
     assert await sweep.sweep_segments() == 0
     await node.release(opened, nameless)
     assert node.segment_count() == 3
@@ -507,133 +484,6 @@ async def test_a_handle_for_reading_the_kernel_never_got_does_not_keep_a_removed
     assert (node.segment_count(), node.database.files(), len(node.open_files)) == (0, [], 0)
 
 
-async def test_what_another_node_removed_is_let_go(start_node: StartNode) -> None:
-    node = await start_node()
-    sweep = _sweep(node)
-    await node.save(b"local", b"content")
-    await node.settle()
-    await node.save(b"settling", b"content")
-    _, fh = await node.create(b"open")
-    await node.save(b"kept", b"content")
-    other = Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0)
-    for name in (b"local", b"settling", b"open"):
-        await other.unlink(InodeNumber(ROOT), name)
-    assert await sweep.sweep_rows() == 2
-    await node.settle()
-    assert node.segment_count() == 2
-    assert await node.write(fh, b"still") == 5
-    await node.release(fh)
-    assert await sweep.sweep_rows() == 1
-    await node.settle()
-    assert node.segment_count() == 1
-
-
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("looked_between", [False, True])
-async def test_what_a_file_of_another_node_replaced_counts_as_unprotected_no_more(
-    start_node: StartNode, looked_between: bool, killed: bool
-) -> None:
-    """The replaced version outlives its inode until the other file is local: then no change of that inode tells of its end."""
-    here, there = await start_node("a"), await start_node("b")
-    sweep = _sweep(here)
-    await here.save(b"name", b"what was there before")
-    await here.settle()
-    await sweep.sweep_rows()
-    _, fh = await there.create(b"temporary")
-    await there.write(fh, b"what is there now")
-    await there.release(fh)
-    await there.rename(b"temporary", b"name")
-    if looked_between:
-        for _ in range(3):
-            await sweep.sweep_rows()
-        assert here.segment_count() == 1, "the other file may fall back to it"
-    await there.settle()
-    if killed:
-        here.kill()
-        here = await start_node("a")
-        sweep = _sweep(here)
-    await sweep.sweep_rows(all_rows=killed)  # as a new process begins: a row may have been let go, and not be gone yet
-    await here.settle()
-    assert here.database.exposure().files == 0
-    assert here.database.files() == []
-    await sweep.sweep_segments()
-    await here.settle()
-    assert here.segment_count() == 0
-
-
-async def test_what_was_protected_and_replaced_before_its_home_heard_of_it_counts_as_unprotected_no_more(
-    start_node: StartNode,
-) -> None:
-    """Its agent was killed before it could tell the mount, and the version is a tombstone by now."""
-    here, there = await start_node("a"), await start_node("b")
-    sweep = _sweep(here)
-    ino = InodeNumber(await here.save(b"name", b""))
-    await _protect_empty(here, ino)
-    await sweep.sweep_rows()
-    assert here.database.exposure().files == 1, "not before its mount is told"
-    await there.release(await there.open(ino, os.O_WRONLY | os.O_TRUNC))
-    await there.settle()
-    await _protect_empty(there, ino)
-    assert await sweep.sweep_rows() == 1
-    await here.settle()
-    assert here.database.files() == []
-
-
-async def _protect_empty(node: Any, ino: InodeNumber) -> None:
-    """As the agent does it, but that it tells nobody."""
-    vid = (await node.namespace.inode(ino)).cur
-    commit = ProtectedCommit(ino, vid, ShardLayout.COPIES, 0, 0, 0, [], {})
-    assert await node.versions.commit_protected([commit]) == {vid}
-
-
-async def test_a_row_that_a_sweep_found_changing_is_looked_at_again(start_node: StartNode) -> None:
-    """As when a file becomes local while another node removes it: the row is written after the sweep has looked."""
-    node = await start_node()
-    sweep = _sweep(node)
-    ino = await node.save(b"file", b"content")
-    await node.settle()
-    await sweep.sweep_rows()
-    await Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0).unlink(InodeNumber(ROOT), b"file")
-    row = node.database.file(ino)
-    async with trio.open_nursery() as nursery, node.open_files.alone(ino):
-        nursery.start_soon(sweep.sweep_rows)
-        await trio.testing.wait_all_tasks_blocked()
-        node.database.put_file(row._replace(size=row.size + 1))
-    assert node.database.file(ino) is not None
-    assert await sweep.sweep_rows() == 1
-    await node.settle()
-    assert node.database.files() == []
-
-
-async def test_what_another_node_removed_is_let_go_though_the_replica_lags(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The catalog's log says that it is gone, and reads still show it: it would not be looked at again."""
-    node = await start_node()
-    sweep = _sweep(node)
-    await node.save(b"local", b"content")
-    assert await sweep.sweep_rows() == 0
-    before = {entry.key: entry for entry in await node.kv.range(b"")}
-    await Namespace(node.kv, StoreId(b"another store id"), 1, lambda: 0).unlink(InodeNumber(ROOT), b"local")
-    get, get_many = node.kv.get, node.kv.get_many
-
-    async def lagging(key: bytes) -> Any:
-        return before.get(key)
-
-    async def lagging_many(keys: Sequence[bytes]) -> Any:
-        return [before.get(key) for key in keys]
-
-    async def catch_up() -> None:
-        node.kv.get, node.kv.get_many = get, get_many
-
-    monkeypatch.setattr(node.kv, "get", lagging)
-    monkeypatch.setattr(node.kv, "get_many", lagging_many)
-    monkeypatch.setattr(node.kv, "catch_up", catch_up)
-    assert await sweep.sweep_rows() == 1
-    await node.settle()
-    assert node.segment_count() == 0
-
-
 async def test_a_sync_that_failed_stays_failed_after_a_kill(start_node: StartNode) -> None:
     """The kernel has marked the pages clean: the next process's sync would succeed, and so would the next one's seal."""
     node = await start_node()
@@ -668,7 +518,7 @@ async def test_a_start_looks_at_what_changed_and_not_at_what_is_stored(
     for number in range(20):
         await node.save(b"%d" % number, b"content")
     node = await _killed(start_node, node)  # the first one after a start without a database looks at all of them
-    await _sweep(node).sweep_rows()
+    await node.sweep().sweep_rows()
     for _ in range(2):
         with caplog.at_level(logging.INFO):
             caplog.clear()
@@ -724,41 +574,6 @@ async def test_a_clock_set_back_does_not_hide_a_power_cut_when_the_database_is_l
         await node.namespace.inode(InodeNumber(ino))
 
 
-@pytest.mark.parametrize("who", ["here", "there"])
-async def test_what_a_file_of_another_node_replaced_and_lost_again_is_protected(start_node: StartNode, who: str) -> None:
-    here, there = await start_node("a"), await start_node("b")
-    await here.save(b"name", b"what was there before")
-    ino, fh = await there.create(b"temporary")
-    await there.write(fh, b"not synced")
-    await (here if who == "here" else there).rename(b"temporary", b"name")
-    await _sweep(here).sweep_rows()
-    await here.settle()
-    assert await there.versions.drop_open_versions([(InodeNumber(ino), there.open_files.get(InodeNumber(ino)).vid)])
-    shown = await here.namespace.inode(InodeNumber(ino))
-    for _ in range(2):  # once is enough
-        await _sweep(here).sweep_segments()
-        (row,) = here.database.files()
-        # Under the number of the file that shows it: it can't be protected under another.
-        assert (row.ino, row.vid, row.state) == (ino, shown.cur, FileState.LOCAL)
-    assert await here.content(ino) == b"what was there before"
-
-
-async def test_what_is_shown_again_is_protected_though_programs_have_the_replaced_file_open(start_node: StartNode) -> None:
-    here, there = await start_node("a"), await start_node("b")
-    fh = await here.open(await here.save(b"name", b"what was there before"))
-    ino, _ = await there.create(b"temporary")
-    await there.rename(b"temporary", b"name")
-    here = await _killed(lambda: start_node("a"), here)
-    assert await there.versions.drop_open_versions([(InodeNumber(ino), there.open_files.get(InodeNumber(ino)).vid)])
-    await _sweep(here).sweep_segments()
-    assert [(row.ino, row.state) for row in here.database.files()][1:] == [(ino, FileState.LOCAL)]
-    assert await here.read(fh) == b"what was there before"
-    await here.release(fh)
-    await here.settle()
-    assert [row.ino for row in here.database.files()] == [ino]
-    assert await here.content(ino) == b"what was there before"
-
-
 async def test_a_clock_set_back_does_not_make_a_new_database_older_than_segments(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -769,7 +584,7 @@ async def test_a_clock_set_back_does_not_make_a_new_database_older_than_segments
     with monkeypatch.context() as patch:
         patch.setattr("ckptfs.cache.mount_db.time.time_ns", lambda: 10**15)
         node = await start_node()
-    sweep = _sweep(node)
+    sweep = node.sweep()
     assert await sweep.sweep_segments() == 0
     assert sweep.kept_count == 1
 
