@@ -1,4 +1,4 @@
-"""What other nodes remove, replace and take over is let go of by its home, and is said to wait for protection no more; and when it is looked for."""
+"""What other nodes remove, replace and take over is let go of by its home, and waits for protection no more; and when it looks."""
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
