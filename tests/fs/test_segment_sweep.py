@@ -1,4 +1,4 @@
-"""What other nodes remove, replace and take over is let go of by its home, and waits for protection no more; and when it looks."""
+"""What other nodes remove, replace and take over is let go of by its home, and waits for protection no more."""
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
