@@ -24,7 +24,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 FALLOC_COLLAPSE, FALLOC_INSERT = 0x08, 0x20
 FS_IOC_FIEMAP, FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR = 0xC020660B, 0x80086601, 0x801C581F
+RWF_DONTCACHE = 0x80
 TIB = 1 << 40
+KEEPS_NOTHING = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 14)
+"""Whether ext4 knows RWF_DONTCACHE."""
 
 
 def _checked(result: int) -> int:
@@ -49,6 +52,27 @@ def _ioctl(request: int, argument: bytes) -> Callable[[Path], Any]:
 
 def _read_without_waiting(at: Path) -> int:
     return os.preadv(_file(at), [bytearray(10)], 0, os.RWF_NOWAIT)
+
+
+def _read_without_keeping(at: Path) -> int:
+    return os.preadv(_file(at), [bytearray(10)], 0, RWF_DONTCACHE)
+
+
+def _swap(at: Path) -> int:
+    """On a file of ten pages, and off at once."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    descriptor = _file(at, 10 * page)
+    os.fchmod(descriptor, 0o600)
+    header = bytes(1024) + struct.pack("=III", 1, 9, 0)  # version, last page, bad pages
+    os.pwrite(descriptor, header.ljust(page - 10, b"\0") + b"SWAPSPACE2", 0)
+    os.fsync(descriptor)
+    path = os.fsencode(at / "file")
+    _checked(_libc.swapon(path, 0))
+    return _checked(_libc.swapoff(path))
+
+
+def _limits(at: Path) -> tuple[int, int]:
+    return os.pathconf(at, "PC_LINK_MAX"), os.pathconf(at, "PC_FILESIZEBITS")
 
 
 def _seek_beyond_all(at: Path) -> int:
@@ -135,6 +159,9 @@ def _set_id_of_nobody(at: Path) -> int:
         (_ioctl(FS_IOC_GETFLAGS, bytes(8)), 0, errno.ENOTTY),
         (_ioctl(FS_IOC_FSGETXATTR, bytes(28)), 0, errno.ENOTTY),
         (_read_without_waiting, 10, errno.EOPNOTSUPP),
+        (_read_without_keeping, 10 if KEEPS_NOTHING else errno.EOPNOTSUPP, errno.EOPNOTSUPP),
+        (_swap, 0, errno.EINVAL),
+        (_limits, (65000, 64), (127, 32)),
         (_seek_beyond_all, errno.EINVAL, 16 * TIB + 4096),
         (_write_beyond_all, errno.EFBIG, errno.EFBIG),
         (_no_longer_appending, b"Z123", b"0123Z"),
@@ -154,6 +181,9 @@ def _set_id_of_nobody(at: Path) -> int:
             "lsattr",
             "project",
             "nowait",
+            "dontcache",
+            "swap",
+            "limits",
             "seek",
             "write",
             "append",
