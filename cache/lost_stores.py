@@ -3,9 +3,10 @@
 The leader declares a store lost, and only while its node has no session. Then for each file whose newest content only that store
 had, one transaction shows what is left of it: the prefix that readers have while it holds (R16), else the newest of its versions
 that another store has, `rolled_back_from` naming what is gone; or the file is `lost` where there is none. A prefix that doesn't
-hold is a part of what was closed, and only better than nothing. The version's key stays: a store that returns gives its files
-back what nobody touched since. What it has besides of files that are still there is told to the caller (`fs/returned_store.py`
-makes files of their own of it): it never replaces newer content. What was removed meanwhile stays removed.
+hold is a part of what was closed, and only better than nothing. The version's key stays, and so does that of one that was being
+written over it: a store that returns gives its files back what nobody touched since. What it has besides of files that are still
+there is told to the caller (`fs/returned_store.py` makes files of their own of it): it never replaces newer content. What was
+removed meanwhile stays removed.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -204,19 +205,34 @@ class Returned(NamedTuple):
 
 async def give_back(kv: KeyValue, writer: Writer) -> AsyncGenerator[Returned, None]:
     """What this store, which was lost and has returned, had alone: each version that was rolled back and whose file is still
-    there, after that was given it back if nobody touched it. What it had of removed files ends."""
-    of_removed: list[Vid] = []
-    async with aclosing(versions_at_home(kv, writer.store, HOME_ONLY, damaged=set())) as versions:
+    there, after that was given it back if nobody touched it. What it had of removed files ends.
+
+    A file names one version that is gone. Where the store had closed one and was writing the next, it has both again.
+    """
+    written: dict[InodeNumber, list[Vid]] = {}
+    async with aclosing(versions_at_home(kv, writer.store, (VersionState.OPEN,), damaged=set())) as versions:
         async for vid, version in versions:
-            try:
-                done = await repeated(partial(_attempt_give_back, kv, writer, vid, version.ino))
-            except NoSuchName:
-                of_removed.append(vid)
-                continue
-            except DamagedRecord:
-                continue
-            if done is not None:
-                yield done
+            written.setdefault(version.ino, []).append(vid)
+    of_removed: list[Vid] = []
+
+    async def give(ino: InodeNumber, vid: Vid, over: Vid | None) -> list[Returned]:
+        try:
+            return await repeated(partial(_attempt_give_back, kv, writer, ino, vid, over))
+        except NoSuchName:
+            of_removed.append(vid)
+        except DamagedRecord:
+            pass  # its file is an error for all who ask; the others are not
+        return []
+
+    async with aclosing(versions_at_home(kv, writer.store, (VersionState.LOCAL,), damaged=set())) as versions:
+        async for vid, version in versions:
+            over = written.get(version.ino, [])
+            for one in await give(version.ino, vid, over[0] if len(over) == 1 else None):
+                yield one
+    for ino, vids in written.items():
+        for vid in vids:
+            for one in await give(ino, vid, None):
+                yield one
     kept = await remembered(kv, of_removed)  # the file that replaced one may fall back to its bytes
     for vid in of_removed:
         if vid not in kept:
@@ -234,27 +250,37 @@ async def end_unnamed(kv: KeyValue, vid: Vid) -> None:
     await repeated(attempt)
 
 
-async def _attempt_give_back(kv: KeyValue, writer: Writer, vid: Vid, ino: InodeNumber) -> Returned | None:
-    """Raises `NoSuchName` if the file was removed, perhaps by one that replaced it."""
+async def _attempt_give_back(kv: KeyValue, writer: Writer, ino: InodeNumber, vid: Vid, over: Vid | None) -> list[Returned]:
+    """`over`: the version that was being written when the file had `vid`, if any. Raises `NoSuchName` if the file was removed,
+    perhaps by one that replaced it."""
     found = await find_version(kv, vid)
     if found is None or found[0].ino != ino:
-        return None
-    version, revision = found
+        return []
     inode, inode_revision = await existing_inode(kv, ino)
     if vid in (inode.open, inode.cur, inode.prev_local, inode.prefix_next):
-        return None  # the leader hadn't come to it
-    if inode.rolled_back_from != vid:
-        return Returned(vid, version, False)
+        return []  # the leader hadn't come to it, or it was given back
+    if inode.rolled_back_from is None or inode.rolled_back_from not in (vid, over):
+        return [Returned(vid, found[0], False)]
     given = msgspec.structs.replace(inode, rolled_back_from=None, lost=False, epoch=inode.epoch + 1)
-    replaced = [] if version.state is VersionState.OPEN or inode.cur == inode.prot else [inode.cur]
-    ending = await end_versions(kv, replaced, 0)
-    if version.state is VersionState.OPEN:
-        given = msgspec.structs.replace(given, open=vid, writer=writer)
-    else:
-        given = msgspec.structs.replace(given, cur=vid, size=version.size, blocks=BLOCKS_UNKNOWN)
-    compares = [Unchanged(inode_key(ino), inode_revision), Unchanged(version_key(vid), revision), *ending.plan.compares]
-    await commit(kv, compares, [*ending.plan.operations, Put(inode_key(ino), pack(given))])
-    return Returned(vid, version, True)
+    compares: list[Compare] = [Unchanged(inode_key(ino), inode_revision)]
+    operations: list[Operation] = []
+    returned = []
+    for one in (vid, over):
+        found = None if one is None else await find_version(kv, one)
+        if one is None or found is None:
+            continue
+        version, revision = found
+        compares.append(Unchanged(version_key(one), revision))
+        if version.state is VersionState.OPEN:
+            given = msgspec.structs.replace(given, open=one, writer=writer)
+        else:
+            ending = await end_versions(kv, [] if inode.cur == inode.prot else [inode.cur], 0)
+            compares += ending.plan.compares
+            operations += ending.plan.operations
+            given = msgspec.structs.replace(given, cur=one, size=version.size, blocks=BLOCKS_UNKNOWN)
+        returned.append(Returned(one, version, True))
+    await commit(kv, compares, [*operations, Put(inode_key(ino), pack(given))])
+    return returned
 
 
 async def be_in_again(kv: KeyValue, store: StoreId) -> None:

@@ -241,7 +241,10 @@ async def test_a_closed_version_whose_store_is_gone_too_does_not_hide_the_prefix
     newer = await world.rewrite(world.mine, made.ino, None)
     prefix = await world.protected_prefix(made.ino, newer, 50)
     assert await world.lose() == [RolledBack(made.ino, newer, prefix)]
-    assert {(one.vid, one.reattached) for one in await world.come_back()} == {(newer, True), (made.vid, False)}
+    assert {(one.vid, one.reattached) for one in await world.come_back()} == {(newer, True), (made.vid, True)}
+    inode = await world.inode(made.ino)
+    assert (inode.open, inode.cur, inode.prot, inode.size) == (newer, made.vid, prefix, 10)
+    assert await catalog_problems(world.kv) == []
 
 
 async def test_what_is_whole_is_better_than_a_prefix_readers_could_not_have(world: World) -> None:
@@ -291,6 +294,110 @@ async def test_a_returning_store_gives_back_what_nobody_touched(world: World) ->
     inode = await world.inode(written.ino)
     assert (inode.open, inode.writer, inode.lost) == (written.vid, Writer(GONE, 2), False)
     assert (await world.record()).state is StoreState.IN
+    assert await catalog_problems(world.kv) == []
+
+
+async def closed_and_written_anew(world: World, name: bytes, *, was_protected: bool = False) -> tuple[Created, Vid, Vid]:
+    """A file of the store that gets lost; the version it closed last, and the newer one, which isn't local yet."""
+    made = await world.make(name)
+    closed = made.vid
+    await world.local(world.mine, made.ino, made.vid, 10)
+    if was_protected:
+        await world.protect(made.ino, made.vid)
+        closed = await world.rewrite(world.mine, made.ino, 20)
+    return made, closed, await world.rewrite(world.mine, made.ino, None)
+
+
+@pytest.mark.parametrize("was_protected", [True, False])
+async def test_what_was_written_over_what_was_closed_is_given_back_with_it(world: World, was_protected: bool) -> None:
+    """The newest content, though the one before is what the file names as gone; also when that happens again."""
+    made, closed, newer = await closed_and_written_anew(world, b"f", was_protected=was_protected)
+    before = await world.inode(made.ino)
+    shown = made.vid if was_protected else None
+    for session in ("one", "another"):
+        assert await world.lose() == [RolledBack(made.ino, closed, shown)]
+        assert {(one.vid, one.reattached) for one in await world.come_back()} == {(closed, True), (newer, True)}
+        inode = await world.inode(made.ino)
+        assert inode == msgspec.structs.replace(before, writer=Writer(GONE, 2), epoch=inode.epoch), session
+        assert await catalog_problems(world.kv) == []
+    await world.local(world.mine, made.ino, newer, 30)
+    assert await world.state(closed) is None
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_what_was_renamed_meanwhile_has_both_again(world: World) -> None:
+    made, closed, newer = await closed_and_written_anew(world, b"f")
+    await world.lose()
+    await world.tree.rename(ROOT_INODE, b"f", ROOT_INODE, b"g")
+    await world.come_back()
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.open, inode.lost) == (closed, newer, False)
+    assert await catalog_problems(world.kv) == []
+
+
+@pytest.mark.parametrize("happens", ["before", "amid"])
+async def test_of_what_was_written_elsewhere_meanwhile_both_are_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, happens: str
+) -> None:
+    made, closed, newer = await closed_and_written_anew(world, b"f")
+    await world.lose()
+    transact = world.kv.transact
+    theirs: list[Vid] = []
+
+    async def write_first(compares: Any, operations: Any) -> Any:
+        if any(isinstance(one, Put) and one.key == inode_key(made.ino) for one in operations) and not theirs:
+            monkeypatch.setattr(world.kv, "transact", transact)
+            theirs.append(await world.rewrite(world.theirs, made.ino, 30))
+        return await transact(compares, operations)
+
+    if happens == "before":
+        theirs.append(await world.rewrite(world.theirs, made.ino, 30))
+    else:
+        monkeypatch.setattr(world.kv, "transact", write_first)
+    assert {(one.vid, one.reattached) for one in await world.come_back()} == {(closed, False), (newer, False)}
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.open, inode.size) == (theirs[0], None, 30)
+    assert (await world.state(closed), await world.state(newer)) == (VersionState.LOCAL, VersionState.OPEN)
+
+
+async def test_what_was_removed_meanwhile_has_neither(world: World) -> None:
+    _, closed, newer = await closed_and_written_anew(world, b"f")
+    await world.lose()
+    await world.tree.unlink(ROOT_INODE, b"f")
+    assert await world.come_back() == []
+    assert (await world.state(closed), await world.state(newer)) == (None, None)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_return_amid_the_roll_back_leaves_both_or_gives_both_back(world: World) -> None:
+    made = [await closed_and_written_anew(world, b"%d" % number) for number in range(4)]
+    await world.kv.end_session(world.label)
+    assert await declare_lost(world.kv, world.leader, GONE)
+    rolled = roll_back(world.kv, world.leader, GONE)
+    await anext(rolled)
+    await begin_session(world.new_kv, NODE, GONE, 2)
+    assert [one.reattached for one in await world.come_back()] == [True, True]
+    assert [one async for one in rolled] == []
+    for one, closed, newer in made:
+        inode = await world.inode(one.ino)
+        assert (inode.cur, inode.open, inode.rolled_back_from) == (closed, newer, None)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_return_that_was_interrupted_is_gone_on_with(world: World) -> None:
+    made = [await closed_and_written_anew(world, b"%d" % number) for number in range(3)]
+    await world.lose()
+    returning = give_back(world.kv, Writer(GONE, 2))
+    first = await anext(returning)
+    await returning.aclose()
+    inodes = [await world.inode(one.ino) for one, _, _ in made]
+    assert [{inode.cur, inode.open} for inode in inodes if inode.cur is not None] == [
+        {closed, newer} for _, closed, newer in made if first.vid in (closed, newer)
+    ]
+    assert len(await world.come_back()) == 4
+    for one, closed, newer in made:
+        inode = await world.inode(one.ino)
+        assert (inode.cur, inode.open) == (closed, newer)
     assert await catalog_problems(world.kv) == []
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from ckptfs.cache.admission import StoreRemoved
 from ckptfs.cache.catalog_check import catalog_problems
-from ckptfs.cache.catalog_format import LEADER_KEY, Store, StoreState, pack, store_key, unpack
+from ckptfs.cache.catalog_format import LEADER_KEY, Store, StoreState, VersionState, pack, store_key, unpack
 from ckptfs.cache.catalog_kv import Put, Unchanged
+from ckptfs.cache.errors import NoSuchName
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid, new_segment_id
 from ckptfs.cache.lost_stores import roll_back
+from ckptfs.cache.mount_db import BOOT_FACT
 from ckptfs.cache.store_registry import register_store
 from ckptfs.fs import returned_store
 from ckptfs.fs.last_use import LastUse
@@ -80,6 +82,30 @@ async def test_what_was_written_elsewhere_meanwhile_is_set_aside(start_node: Any
     assert await returned(again).bring_back()
     assert await conflicts(again) == [b"%x-%b-f" % (ino, vid.hex()[:8].encode())]
     assert await again.versions.version(vid) is None
+    assert await catalog_problems(again.kv) == []
+
+
+@pytest.mark.parametrize("power_was_cut", [False, True])
+async def test_what_was_closed_and_not_local_yet_is_shown_again(start_node: Any, power_was_cut: bool) -> None:
+    """Nobody wrote it elsewhere: it is no conflict. Where the power was cut before it was synced, the file has what it had."""
+    node = await start_node("a")
+    ino = await node.save(b"f", b"older")
+    fh = await node.open(ino, os.O_WRONLY | os.O_TRUNC)
+    await node.write(fh, b"newest")
+    await node.release(fh)
+    await lose(node)
+    again = await start_node("a")
+    assert await returned(again).bring_back()
+    if power_was_cut:
+        again.database.set_fact(BOOT_FACT, b"another boot")
+        again.store.boot.unlink(missing_ok=True)
+    again.kill()
+    again = await start_node("a")
+    assert await again.content(ino) == (b"older" if power_was_cut else b"newest")
+    with pytest.raises(NoSuchName):
+        await conflicts(again)
+    await again.settle()
+    assert await again.state(ino) is VersionState.LOCAL
     assert await catalog_problems(again.kv) == []
 
 

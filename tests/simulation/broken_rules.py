@@ -142,12 +142,12 @@ def return_over_newer() -> None:
     """I14: a store that was lost gives its files back though others were writing them while it was away."""
     attempt = lost_stores._attempt_give_back
 
-    async def over_newer(kv: Any, writer: Any, vid: Vid, ino: InodeNumber) -> Any:
+    async def over_newer(kv: Any, writer: Any, ino: InodeNumber, vid: Vid, over: Vid | None) -> Any:
         with suppress(NoSuchName):
             inode, revision = await existing_inode(kv, ino)
             back = msgspec.structs.replace(inode, rolled_back_from=vid, open=None, writer=None)
             await kv.transact([Unchanged(inode_key(ino), revision)], [Put(inode_key(ino), pack(back))])
-        return await attempt(kv, writer, vid, ino)
+        return await attempt(kv, writer, ino, vid, over)
 
     lost_stores._attempt_give_back = over_newer
 
