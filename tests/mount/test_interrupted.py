@@ -48,7 +48,14 @@ def test_a_command_that_is_interrupted(
 
 def _demo(directory: Path, *options: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-P", str(DEMO), str(directory), "--size-mb", "1", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, preexec_fn=_with_every_signal)  # type: ignore[call-overload, no-any-return]
+
+
+def _with_every_signal() -> None:
+    """This run may have been started in the background, or by nohup: what that ignores its children would ignore too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def test_what_the_drive_refuses_a_library_is_one_line() -> None:
