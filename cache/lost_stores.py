@@ -207,36 +207,55 @@ async def give_back(kv: KeyValue, writer: Writer) -> AsyncGenerator[Returned, No
     """What this store, which was lost and has returned, had alone: each version that was rolled back and whose file is still
     there, after that was given it back if nobody touched it. What it had of removed files ends.
 
-    A file names one version that is gone. Where the store had closed one and was writing the next, it has both again.
+    A file names one version that is gone. Where the store had closed one and was writing the next, it has both again. What isn't
+    given back comes last: what an earlier attempt made of it, and was rolled back since, is there again then.
     """
-    written: dict[InodeNumber, list[Vid]] = {}
-    async with aclosing(versions_at_home(kv, writer.store, (VersionState.OPEN,), damaged=set())) as versions:
-        async for vid, version in versions:
-            written.setdefault(version.ino, []).append(vid)
+    await repeated(partial(_attempt_unsettle, kv, writer.store))
     of_removed: list[Vid] = []
-
-    async def give(ino: InodeNumber, vid: Vid, over: Vid | None) -> list[Returned]:
-        try:
-            return await repeated(partial(_attempt_give_back, kv, writer, ino, vid, over))
-        except NoSuchName:
-            of_removed.append(vid)
-        except DamagedRecord:
-            pass  # its file is an error for all who ask; the others are not
-        return []
-
-    async with aclosing(versions_at_home(kv, writer.store, (VersionState.LOCAL,), damaged=set())) as versions:
-        async for vid, version in versions:
-            over = written.get(version.ino, [])
-            for one in await give(version.ino, vid, over[0] if len(over) == 1 else None):
-                yield one
-    for ino, vids in written.items():
-        for vid in vids:
-            for one in await give(ino, vid, None):
-                yield one
+    others: list[Returned] = []
+    async with aclosing(_had_alone(kv, writer.store)) as candidates:
+        async for ino, vid, over in candidates:
+            try:
+                returned = await repeated(partial(_attempt_give_back, kv, writer, ino, vid, over))
+            except NoSuchName:
+                of_removed.append(vid)
+                continue
+            except DamagedRecord:
+                continue  # its file is an error for all who ask; the others are not
+            for one in returned:
+                if one.reattached:
+                    yield one
+                else:
+                    others.append(one)
+    for one in others:
+        yield one
     kept = await remembered(kv, of_removed)  # the file that replaced one may fall back to its bytes
     for vid in of_removed:
         if vid not in kept:
             await end_unnamed(kv, vid)
+
+
+async def _attempt_unsettle(kv: KeyValue, store: StoreId) -> None:
+    """If the node goes again before it is `IN`, what it was given back is to be rolled back with it."""
+    entry = await kv.get(store_key(store))
+    if entry is not None and (record := unpack(Store, entry.value)).state is StoreState.LOST and record.settled:
+        unsettled = msgspec.structs.replace(record, settled=False)
+        await commit(kv, [Unchanged(store_key(store), entry.mod_revision)], [Put(store_key(store), pack(unsettled))])
+
+
+async def _had_alone(kv: KeyValue, store: StoreId) -> AsyncGenerator[tuple[InodeNumber, Vid, Vid | None], None]:
+    """Each closed version, with its file and what was being written over it, if anything; then each that was being written."""
+    written: dict[InodeNumber, list[Vid]] = {}
+    async with aclosing(versions_at_home(kv, store, (VersionState.OPEN,), damaged=set())) as versions:
+        async for vid, version in versions:
+            written.setdefault(version.ino, []).append(vid)
+    async with aclosing(versions_at_home(kv, store, (VersionState.LOCAL,), damaged=set())) as versions:
+        async for vid, version in versions:
+            over = written.get(version.ino, [])
+            yield version.ino, vid, over[0] if len(over) == 1 else None
+    for ino, vids in written.items():
+        for vid in vids:
+            yield ino, vid, None
 
 
 async def end_unnamed(kv: KeyValue, vid: Vid) -> None:
@@ -274,10 +293,11 @@ async def _attempt_give_back(kv: KeyValue, writer: Writer, ino: InodeNumber, vid
         if version.state is VersionState.OPEN:
             given = msgspec.structs.replace(given, open=one, writer=writer)
         else:
-            ending = await end_versions(kv, [] if inode.cur == inode.prot else [inode.cur], 0)
+            replaced = [other for other in (inode.cur, inode.prev_local) if other != inode.prot]
+            ending = await end_versions(kv, replaced, 0)
             compares += ending.plan.compares
             operations += ending.plan.operations
-            given = msgspec.structs.replace(given, cur=one, size=version.size, blocks=BLOCKS_UNKNOWN)
+            given = msgspec.structs.replace(given, cur=one, prev_local=None, size=version.size, blocks=BLOCKS_UNKNOWN)
         returned.append(Returned(one, version, True))
     await commit(kv, compares, [*operations, Put(inode_key(ino), pack(given))])
     return returned

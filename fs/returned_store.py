@@ -15,7 +15,7 @@ from ckptfs.cache.admission import require_not_removed
 from ckptfs.cache.catalog_format import Inode, Store, StoreState, Version, Writer, store_key, unpack
 from ckptfs.cache.catalog_records import find_version
 from ckptfs.cache.errors import DamagedData, NameExists, NoSuchName, StoreError
-from ckptfs.cache.ids import ROOT_INODE, InodeNumber, StoreId, Vid
+from ckptfs.cache.ids import ROOT_INODE, InodeNumber, SegmentId, StoreId, Vid
 from ckptfs.cache.inode_paths import paths_of
 from ckptfs.cache.lost_stores import be_in_again, end_unnamed, give_back
 from ckptfs.cache.mount_db import FileRow, FileState, MountDatabase
@@ -125,15 +125,14 @@ class ReturnedStore:
         descriptor = self._segments.open_read(version.segment)
         try:
             ino = self._segments.inode_of(descriptor)
-            vid = (await self._namespace.inode(ino)).open
+            inode = await self._namespace.inode(ino)
         except (DamagedData, NoSuchName):
             return None
         finally:
             os.close(descriptor)
-        found = None if vid is None or ino == version.ino else await find_version(self._namespace.kv, vid)
-        if vid is None or found is None or found[0].segment != version.segment:
+        if inode.open is None or ino == version.ino or not await self._is_in(inode, version.segment):
             return None
-        return ino, vid, b"/" + (await paths_of(self._namespace.kv, [ino])).get(ino, b"")
+        return ino, inode.open, b"/" + (await paths_of(self._namespace.kv, [ino])).get(ino, b"")
 
     async def _named(self, name: bytes, inode: Inode, version: Version) -> tuple[InodeNumber, Vid, bytes]:
         """The file in the directory of conflicts, being written here, in the version's segment; and its path."""
@@ -145,14 +144,22 @@ class ReturnedStore:
         finally:
             os.close(descriptor)
         self._segments.sync_name(version.segment)
-        try:
-            named = await self._namespace.name_file(nameless, version.segment, directory, name)
-        except NameExists:  # made by an earlier attempt that was killed
-            ino, named = await self._namespace.lookup(directory, name)
+        while True:
+            try:
+                named = await self._namespace.name_file(nameless, version.segment, directory, name)
+                ino = nameless.ino
+            except NameExists:
+                ino, named = await self._namespace.lookup(directory, name)
+                if not await self._is_in(named, version.segment):  # else made by an earlier attempt that was killed
+                    name += b"~"
+                    continue
             assert named.open is not None
             return ino, named.open, path + b"/" + name
-        assert named.open is not None
-        return nameless.ino, named.open, path + b"/" + name
+
+    async def _is_in(self, inode: Inode, segment: SegmentId) -> bool:
+        """Whether the file is being written in this segment."""
+        found = None if inode.open is None else await find_version(self._namespace.kv, inode.open)
+        return found is not None and found[0].segment == segment
 
     async def _directory(self) -> tuple[InodeNumber, bytes]:
         """The directory of conflicts and its path, made unless it exists; under other names, where something else has these."""

@@ -335,6 +335,23 @@ async def test_what_was_renamed_meanwhile_has_both_again(world: World) -> None:
     assert await catalog_problems(world.kv) == []
 
 
+async def test_what_a_lost_file_has_replaced_meanwhile_ends_when_it_is_back(world: World) -> None:
+    """It would stay unprotected for good."""
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    replaced = await Namespace(world.kv, OTHER, 1, count(5000).__next__).create_file(
+        ROOT_INODE, b"g", 0o644, 0, 0, new_segment_id()
+    )
+    await world.local(world.theirs, replaced.ino, replaced.vid, 20)
+    await world.lose()
+    await world.tree.rename(ROOT_INODE, b"f", ROOT_INODE, b"g")
+    assert (await world.inode(made.ino)).prev_local == replaced.vid
+    await world.come_back()
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prev_local, await world.state(replaced.vid)) == (made.vid, None, None)
+    assert await catalog_problems(world.kv) == []
+
+
 @pytest.mark.parametrize("happens", ["before", "amid"])
 async def test_of_what_was_written_elsewhere_meanwhile_both_are_told(
     world: World, monkeypatch: pytest.MonkeyPatch, happens: str
@@ -384,20 +401,26 @@ async def test_a_return_amid_the_roll_back_leaves_both_or_gives_both_back(world:
     assert await catalog_problems(world.kv) == []
 
 
-async def test_a_return_that_was_interrupted_is_gone_on_with(world: World) -> None:
-    made = [await closed_and_written_anew(world, b"%d" % number) for number in range(3)]
+@pytest.mark.parametrize("goes_again", [True, False])
+async def test_a_return_that_was_interrupted_is_gone_on_with_or_undone(world: World, goes_again: bool) -> None:
+    """Where the node goes again before it is `IN`, what it had been given back is rolled back with it."""
+    made = [await closed_and_written_anew(world, b"%d" % number, was_protected=True) for number in range(3)]
     await world.lose()
     returning = give_back(world.kv, Writer(GONE, 2))
-    first = await anext(returning)
+    await anext(returning)
     await returning.aclose()
     inodes = [await world.inode(one.ino) for one, _, _ in made]
-    assert [{inode.cur, inode.open} for inode in inodes if inode.cur is not None] == [
-        {closed, newer} for _, closed, newer in made if first.vid in (closed, newer)
+    (first,) = [number for number, inode in enumerate(inodes) if inode.open is not None]
+    assert (inodes[first].cur, inodes[first].open) == made[first][1:]
+    assert not (await world.record()).settled  # the leader looks again
+    if goes_again:
+        one, closed, _ = made[first]
+        assert [again async for again in roll_back(world.kv, world.leader, GONE)] == [RolledBack(one.ino, closed, one.vid)]
+        assert (await world.record()).settled
+    await world.come_back()
+    assert [(inode.cur, inode.open) for inode in [await world.inode(one.ino) for one, _, _ in made]] == [
+        (closed, newer) for _, closed, newer in made
     ]
-    assert len(await world.come_back()) == 4
-    for one, closed, newer in made:
-        inode = await world.inode(one.ino)
-        assert (inode.cur, inode.open) == (closed, newer)
     assert await catalog_problems(world.kv) == []
 
 

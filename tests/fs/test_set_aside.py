@@ -36,8 +36,13 @@ async def put_state(node: Any, state: StoreState) -> None:
 async def lose(node: Any) -> None:
     """The node is killed, its store declared lost, and its files rolled back."""
     node.kill()
-    store = node.store.store_id
     await put_state(node, StoreState.LOST)
+    await roll_back_all(node)
+
+
+async def roll_back_all(node: Any) -> None:
+    """By the leader, of a node that has no session."""
+    store = node.store.store_id
     leader = await node.kv.transact([], [Put(LEADER_KEY, b"")])
     async for _ in roll_back(node.kv, Unchanged(LEADER_KEY, leader.revision), store):
         pass
@@ -130,6 +135,36 @@ async def test_what_an_attempt_that_was_killed_has_set_aside_is_gone_on_with(
     assert await catalog_problems(again.kv) == []
     row = again.database.file((await again.namespace.lookup(await conflict_directory(again), (await conflicts(again))[0]))[0])
     assert row.path_hint.endswith(b"-f")
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_what_was_set_aside_and_lost_again_is_one_file(
+    start_node: Any, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    """The return was killed, and the store lost for longer: also where somebody wrote even the file it had made meanwhile."""
+    again, ino, vid = await rewritten_while_lost(start_node)
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(returned_store, "end_unnamed", kill)
+        with pytest.raises(Killed):
+            await returned(again).bring_back()
+    name = b"%x-%b-f" % (ino, vid.hex()[:8].encode())
+    made, _ = await again.namespace.lookup(await conflict_directory(again), name)
+    await roll_back_all(again)
+    assert (await again.namespace.inode(made)).lost
+    if is_written:
+        await begin_anew(await start_node("b"), made)
+    assert await returned(again).bring_back()
+    names = await conflicts(again)
+    assert len(names) == (2 if is_written else 1)
+    assert await again.versions.version(vid) is None
+    assert await catalog_problems(again.kv) == []
+    rows = [again.database.file((await again.namespace.lookup(await conflict_directory(again), one))[0]) for one in names]
+    kept = [os.pread(again.segments.open_read(row.segment), 100, 0) for row in rows if row is not None]
+    assert kept == [b"mine"]
 
 
 async def test_what_is_not_there_any_more_ends(start_node: Any) -> None:
