@@ -12,6 +12,9 @@ It does that once. So from then on each lookup of that thread is behind a barrie
 also where the name leads elsewhere meanwhile: during the call it did lead there, which is all that a drive promises. What is gone
 by then, with its name or its directory, is answered with ENOENT. A file that is replaced, and replaced again in the moment
 between the second lookup and the open, is all that a program can still see ESTALE of.
+
+The home of a file that is written is asked what the file looks like, and hears of its removal before the replica. That it has
+none is a refusal like others: the replica catches up, and shows what there is instead.
 """
 
 from collections import OrderedDict
@@ -24,6 +27,7 @@ from ckptfs.fs import fuse_format as fuse
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Answer, Handler
 from ckptfs.fs.path_walks import PathWalks, Walk
+from ckptfs.fs.remote_content import ContentGone
 
 ASK_FIRST = frozenset({Opcode.OPEN, Opcode.OPENDIR})
 NEVER_ASK = frozenset(
@@ -42,6 +46,10 @@ NEVER_ASK = frozenset(
 
 ASKED_BEFORE_OPEN = frozenset({Opcode.GETATTR, Opcode.STATX})
 """To see whether the caller may open it, where its attributes are not kept."""
+
+SHOWS_ATTRIBUTES = ASKED_BEFORE_OPEN | {Opcode.LOOKUP}
+REPLACED_TRIES = 4
+"""How often a file that was replaced is looked for anew before the program gets EIO."""
 
 IN_DIRECTORIES = frozenset(
     {
@@ -98,6 +106,8 @@ class NamesLookedUp:
 
 def behind_barrier(handlers: dict[int, Handler], kv: KeyValue) -> dict[int, Handler]:
     """The same handlers, which catch up with the catalog where they have to. A refusal had no effect: it is asked again."""
+    looking = {opcode: _looking(handlers[opcode], kv) for opcode in SHOWS_ATTRIBUTES & handlers.keys()}
+    handlers = handlers | looking
     guarded = {opcode: _guarded(handler, kv, opcode in ASK_FIRST, opcode in NEVER_ASK) for opcode, handler in handlers.items()}
     names, walks = NamesLookedUp(kv), PathWalks()
     if Opcode.LOOKUP in guarded:
@@ -109,6 +119,20 @@ def behind_barrier(handlers: dict[int, Handler], kv: KeyValue) -> dict[int, Hand
     for opcode in IN_DIRECTORIES & guarded.keys():
         guarded[opcode] = _in_directory(guarded[opcode], walks)
     return guarded
+
+
+def _looking(handler: Handler, kv: KeyValue) -> Handler:
+    """What may ask a file's home."""
+
+    async def look(header: RequestHeader, body: memoryview) -> Answer | None:
+        for _ in range(REPLACED_TRIES - 1):
+            try:
+                return await handler(header, body)
+            except ContentGone:
+                await kv.catch_up()
+        return await handler(header, body)
+
+    return look
 
 
 def _walking(handler: Handler, kv: KeyValue, names: NamesLookedUp, walks: PathWalks) -> Handler:

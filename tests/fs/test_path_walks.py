@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings
+from ckptfs.cache.catalog_format import FORMAT_VERSION, Settings, inode_key
 from ckptfs.cache.catalog_kv import Compare, Operation, TransactionResult
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.errors import InodeGone, NameMoved, NoSuchName
@@ -19,6 +19,7 @@ from ckptfs.fs.barrier import behind_barrier
 from ckptfs.fs.fuse_format import Opcode, RequestHeader
 from ckptfs.fs.fuse_session import Handler
 from ckptfs.fs.path_walks import LOOKUPS_AGAIN_MAX
+from ckptfs.fs.remote_content import ContentGone
 
 READER, WRITER, UNKNOWN = 7, 8, 0
 
@@ -58,14 +59,22 @@ class Mount:
             Opcode.CREATE: self._create,
         }
         self._handlers = behind_barrier(handlers, self.replica)
+        self.asks_homes = False
+        """Each file is being written on the other node, which says how large it is."""
 
     async def _look_up(self, header: RequestHeader, body: memoryview) -> bytes:
         ino, _ = await self._here.lookup(InodeNumber(header.nodeid), bytes(body[:-1]))
+        await self._ask_home(ino)
         return ino.to_bytes(8, "little").ljust(fuse.ENTRY_OUT.size, b"\0")
 
     async def _look_at(self, header: RequestHeader, body: memoryview) -> bytes:
         await self._here.inode(InodeNumber(header.nodeid))
+        await self._ask_home(InodeNumber(header.nodeid))
         return b"found"
+
+    async def _ask_home(self, ino: InodeNumber) -> None:
+        if self.asks_homes and await self.elsewhere.kv.get(inode_key(ino)) is None:
+            raise ContentGone("no such file")
 
     async def _create(self, header: RequestHeader, body: memoryview) -> bytes:
         await self._here.create_file(InodeNumber(header.nodeid), b"new", 0o100644, 0, 0, new_segment_id())
@@ -218,3 +227,28 @@ async def test_a_walk_begun_again_that_comes_to_nothing_ends(mount: Mount) -> No
     assert mount.replica.barriers == barriers
     await mount.open(new)
     assert mount.replica.barriers == barriers + 1
+
+
+async def test_a_file_whose_home_has_it_no_more_is_looked_for_anew(mount: Mount) -> None:
+    """It was replaced, or removed, and the home hears of that before the replica: no node is away."""
+    mount.asks_homes = True
+    old = await mount.save(b"latest")
+    await mount.look_up(b"latest")
+    new = await mount.save(b"latest")
+    assert await mount.look_up(b"latest") == new
+    with pytest.raises(InodeGone):
+        await mount.getattr(old)
+    await mount.elsewhere.unlink(ROOT_INODE, b"latest")
+    with pytest.raises(NoSuchName):
+        await mount.look_up(b"latest")
+
+
+async def test_a_stat_whose_file_is_replaced_is_of_the_new_one(mount: Mount) -> None:
+    mount.asks_homes = True
+    old = await mount.save(b"latest")
+    await mount.look_up(b"latest")
+    new = await mount.save(b"latest")
+    with pytest.raises(InodeGone):
+        await mount.getattr(old)
+    assert await mount.look_up(b"latest") == new
+    assert await mount.getattr(new) == b"found"

@@ -280,3 +280,42 @@ def test_the_mount_process_may_be_killed_while_nodes_change_names_in_one_directo
         process.stdout.close()
     assert killed >= 2
     assert os.listdir(cluster.nodes[1].mountpoint / "both") == []
+
+
+OPENS = """
+import os, sys, time
+path, replaced = sys.argv[1:]
+print("begins", flush=True)
+outcomes = {}
+while not os.path.exists(replaced):
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+        outcome = "ok"
+    except OSError as error:
+        outcome = os.strerror(error.errno)
+    outcomes[outcome] = outcomes.get(outcome, 0) + 1
+print(outcomes)
+"""
+
+
+def test_who_opens_a_file_as_it_is_replaced_gets_the_old_one_or_the_new(start_on_etcd: Start, tmp_path: Path) -> None:
+    """Never an error, as on a drive: on the node where it is replaced, and on another."""
+    cluster = start_on_etcd(2)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    latest, replaced = mounts[0] / "latest", tmp_path / "replaced"
+    latest.write_bytes(bytes(100))
+    readers = [
+        subprocess.Popen([sys.executable, "-c", OPENS, mount / "latest", replaced], stdout=subprocess.PIPE, text=True)
+        for mount in mounts
+    ]
+    for reader in readers:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "begins\n"
+    for number in range(15):
+        staging = latest.with_name("latest.tmp")
+        staging.write_bytes(bytes(100 + number))
+        time.sleep(0.2)  # one open may meet one replacement, not two
+        staging.rename(latest)
+    replaced.touch()
+    outcomes = [reader.communicate(timeout=60)[0] for reader in readers]
+    assert all(outcome.startswith("{'ok': ") and "," not in outcome for outcome in outcomes), outcomes
