@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptfs.fs.node_processes import started_with
 from machines import NOTHING_PASSES, Machines
 from wrong_clock import WrongClock
 
@@ -100,9 +101,10 @@ class MachineFaults:
         self.happened: dict[str, int] = {}
 
     def start(self, number: int) -> None:
-        """Start the node again, unless it runs."""
-        if self._machines.nodes[number].processes.pids()["supervisor"] is None:
-            self._machines.nodes[number].kill()
+        """Start the node again, unless it runs or begins to."""
+        node = self._machines.nodes[number]
+        if node.processes.pids()["supervisor"] is None and not started_with(node.config):
+            node.kill()
             self._machines.start(number, self._clocks[number].environment)
 
     def run(self, faults: list[Fault], is_over: Callable[[], bool]) -> None:
