@@ -40,8 +40,8 @@ def answering(kv: Lagging, until: int, error: Exception) -> Any:
     return handle
 
 
-def header(opcode: Opcode, nodeid: int = 1, thread: int = 0) -> RequestHeader:
-    return RequestHeader(0, opcode, 2, nodeid, 0, 0, thread, 0, 0)
+def header(opcode: Opcode, nodeid: int = 1) -> RequestHeader:
+    return RequestHeader(0, opcode, 2, nodeid, 0, 0, 1, 0, 0)
 
 
 async def ask(opcode: Opcode, until: int, error: Exception) -> tuple[bytes, int]:

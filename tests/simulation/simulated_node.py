@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import trio
 from simulated_drive import Drive, drives
@@ -147,8 +145,6 @@ class Node:
         self.is_up = False
         self._scope: trio.CancelScope | None = None
         self._unique = 0
-        self._threads: WeakKeyDictionary[trio.lowlevel.Task, int] = WeakKeyDictionary()
-        self._numbers = count(1)
         self.pending: dict[int, None] = {}
 
     async def start(self) -> None:
@@ -312,9 +308,6 @@ class Node:
         self._unique += 2
         unique = self._unique
         self.pending[unique] = None
-        task = trio.lowlevel.current_task()
-        if (thread := self._threads.get(task)) is None:
-            thread = self._threads[task] = next(self._numbers)
         try:
             while True:
                 if not connection or self.connection != connection:
@@ -324,7 +317,7 @@ class Node:
                     await self.changed.wait()
                     continue
                 await self.machine.turn()
-                found = await mount.carry_out(RequestHeader(len(body), opcode, unique, ino, 0, 0, thread, 0, 0), body)
+                found = await mount.carry_out(RequestHeader(len(body), opcode, unique, ino, 0, 0, 1, 0, 0), body)
                 if found is not None and self.kills_before_answer and self.mount is mount and world.chance.random() < 0.3:
                     self.kills_before_answer -= 1
                     await self.kill_process("mount")
