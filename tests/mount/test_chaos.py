@@ -44,7 +44,7 @@ from machines import Machines
 from waiting import wait_for
 from wrong_clock import WrongClock
 
-SEED = int(os.environ.get("CKPTFS_CHAOS_SEED", "7"))
+SEED = int(os.environ.get("CKPTFS_CHAOS_SEED", "33"))
 SEEDS = int(os.environ.get("CKPTFS_CHAOS_SEEDS", "1"))
 SECONDS = float(os.environ.get("CKPTFS_CHAOS_SECONDS", "10"))
 KEEP_LOGS = os.environ.get("CKPTFS_CHAOS_LOGS", "")
