@@ -63,7 +63,7 @@ COMMANDS = (
 )
 PROGRAMS = Path(__file__).parent / "chaos_programs.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.timeout(240 + REST_SECONDS + 2 * SECONDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.mount, pytest.mark.chaos, pytest.mark.timeout(240 + REST_SECONDS + 2 * SECONDS)]
 
 
 class Chosen(NamedTuple):
