@@ -277,7 +277,7 @@ class FuseSession:
                     elif (not self._held or self._requests < self._held_until) and (received := self._read()) is not None:
                         waits = self._begin(*received)
                     elif self._held:
-                        if len(self._held) >= self._held_before or not self._more_within(HELD_SPIN_SECONDS):
+                        if not self._more_are_about_to_wait():
                             self._held_before = max(len(self._held), self._held_before - 1)
                             self._is_lull = True
                     elif self._ended.is_set():
@@ -300,8 +300,14 @@ class FuseSession:
         """Whether another request arrives within `SPIN_SECONDS` and then `LINGER_SECONDS`."""
         return self._more_within(SPIN_SECONDS) or bool(select.select([self._device], [], [], LINGER_SECONDS)[0])
 
+    def _more_are_about_to_wait(self) -> bool:
+        """Whether the lull is to be put off. Never once no more is read: what can be read would put it off for ever."""
+        if len(self._held) >= self._held_before or self._requests >= self._held_until or self._ended.is_set():
+            return False
+        return self._more_within(HELD_SPIN_SECONDS)
+
     def _more_within(self, seconds: float) -> bool:
-        """Ask again and again."""
+        """Ask again and again. True also for a device that can't be read any more."""
         poll = self._poller.poll
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:

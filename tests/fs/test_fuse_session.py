@@ -5,6 +5,8 @@ What only the real device does (requests withdrawn, the connection aborted) is l
 
 import errno
 import logging
+import os
+import select
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -546,7 +548,11 @@ async def test_one_that_goes_on_to_wait_for_something_else_holds_up_none_of_the_
         assert await kernel.receive() == (0, 0, b"")
 
 
-async def test_requests_without_end_are_no_reason_to_wait_for_a_lull_for_ever(serve: Serve) -> None:
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("waited_before", [1, 2])
+async def test_requests_without_end_are_no_reason_to_wait_for_a_lull_for_ever(
+    serve: Serve, waited_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = 0
 
     async def followed(header: RequestHeader, body: memoryview) -> None:
@@ -560,9 +566,40 @@ async def test_requests_without_end_are_no_reason_to_wait_for_a_lull_for_ever(se
 
     held = Held(count)
     async with serve({Opcode.CREATE: held, Opcode.FORGET: followed}, lull=held.lull) as (kernel, _):
+        for unique in range(2, 2 + waited_before):
+            kernel.send(Opcode.CREATE, unique)
+        for unique in range(2, 2 + waited_before):
+            assert await kernel.receive() == (0, unique, b"0")
+        await trio.testing.wait_all_tasks_blocked()
+        monkeypatch.setattr(fuse_session, "HELD_SPIN_SECONDS", 60)
         kernel.send(Opcode.CREATE, 1)
         kernel.send(Opcode.FORGET, 0)
         assert await kernel.receive() == (0, 1, b"%d" % HELD_REQUESTS_MAX)
+
+
+@pytest.mark.timeout(20)
+async def test_a_connection_that_is_gone_is_no_reason_to_wait_for_a_lull(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def poll(self, timeout: int) -> list[tuple[int, int]]:
+            return [(0, select.POLLERR)]
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENODEV, "unmounted")
+
+    async def unmount(header: RequestHeader, body: memoryview) -> None:
+        session._poller = cast(Any, Gone())
+        monkeypatch.setattr(os, "readv", refuse)
+
+    held = Held()
+    async with serve({Opcode.CREATE: held, Opcode.FORGET: unmount}, lull=held.lull) as (kernel, session):
+        for unique in (1, 2):
+            kernel.send(Opcode.CREATE, unique)
+        assert [(await kernel.receive())[1] for _ in range(2)] == [1, 2]
+        await trio.testing.wait_all_tasks_blocked()
+        monkeypatch.setattr(fuse_session, "HELD_SPIN_SECONDS", 60)
+        kernel.send(Opcode.CREATE, 3)
+        kernel.send(Opcode.FORGET, 0)
+        assert await kernel.receive() == (0, 3, b"")
 
 
 async def test_a_session_that_ends_lets_go_of_what_waits_for_a_lull(serve: Serve) -> None:
