@@ -216,15 +216,23 @@ def _shared_cluster(nodes: int, settings: ClusterSettings) -> Iterator[LocalClus
         remove_scratch(directory)
 
 
+SHARED = {"cluster", "lane_cluster", "place"}
+"""Fixtures whose mounts other tests use too."""
+
+
 @pytest.fixture(autouse=True)
 def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Frees a test that hangs in a mount of this run: the call gets an error, so that pytest's timeout can end the test."""
+    """Frees a test that hangs in a mount: the call gets an error, so that pytest's timeout can end the test.
+
+    Mounts that other tests use are left alone where the test has only its own: the failure of one is not to be that of all.
+    """
     if request.node.get_closest_marker("mount") is None:
         yield
         return
     limit = request.node.get_closest_marker("timeout")
     seconds = float(limit.args[0]) if limit and limit.args else float(request.config.getini("timeout"))
-    timer = threading.Timer(seconds - 5, free_mounts)
+    own = request.node.funcargs
+    timer = threading.Timer(seconds - 5, lambda: free_mounts(None if SHARED & {*request.fixturenames} else own.get("scratch")))
     timer.daemon = True
     timer.start()
     yield
@@ -232,10 +240,11 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     timer.join()
 
 
-def free_mounts() -> None:
-    """Abort the FUSE connections of all mounts of this run."""
+def free_mounts(directory: Path | None) -> None:
+    """Abort the FUSE connections of this run's mounts: of those in this directory, or of all."""
+    own = str(directory or SCRATCH_PARENT / f"{SCRATCH_PREFIX}{os.getpid()}-")
     for mounted in mounts():
-        if f"{SCRATCH_PREFIX}{os.getpid()}-" in str(mounted.mountpoint):
+        if str(mounted.mountpoint).startswith(own):
             abort_connection(mounted)
 
 
