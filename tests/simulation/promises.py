@@ -1,16 +1,22 @@
 """What a name may show to a reader, after what its programs were told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
+PAGE = 4096
+
 
 class Shows:
-    """What a name may show: `exactly` some bytes, or nothing at all; else what `allows` says."""
+    """What a name may show: `exactly` some bytes, or nothing at all; else what `allows` says. `over`: what the same file had
+    before programs stored `content` over it."""
 
-    def __init__(self, content: bytes | None, allows: Callable[[bytes | None], bool] | None = None) -> None:
+    def __init__(
+        self, content: bytes | None, allows: Callable[[bytes | None], bool] | None = None, over: Sequence[bytes] = ()
+    ) -> None:
         self.content = content
+        self.over = tuple(over)
         self._allows = allows
 
     def allows(self, found: bytes | None) -> bool:
@@ -21,25 +27,40 @@ class Shows:
         return what if self._allows is None else f"part of {what}"
 
 
-def part_of(content: bytes) -> Shows:
-    """Some of it from the beginning, with zeros where a power cut took pages: what a program that died may leave."""
-    return Shows(content, lambda found: found is None or len(found) <= len(content))
+def part_of(content: bytes, over: Sequence[bytes] = ()) -> Shows:
+    """Some of it from the beginning, with zeros where a power cut took pages, and pages of what it was stored `over`: what a
+    program that died may leave. Never anything else."""
+    return Shows(content, lambda found: found is None or _is_part(found, (content, *over)), over)
 
 
-def grown(before: bytes, content: bytes) -> Shows:
+def grown(before: bytes, content: bytes, over: Sequence[bytes] = ()) -> Shows:
     """An append that a power cut or an error came into."""
-    return Shows(content, lambda found: found is not None and found[: len(before)] == before and len(found) <= len(content))
+
+    def allows(found: bytes | None) -> bool:
+        return found is not None and found[: len(before)] == before and _is_part(found, (content,))
+
+    return Shows(content, allows, over)
+
+
+def _is_part(found: bytes, contents: Sequence[bytes]) -> bool:
+    """Whether each page is that of one of the contents, which may end earlier inside it, and nothing is longer than the first."""
+    return len(found) <= len(contents[0]) and all(
+        any(one[at : at + PAGE].startswith(found[at : at + PAGE].rstrip(b"\0")) for one in contents)
+        for at in range(0, len(found), PAGE)
+    )
 
 
 @dataclass
 class Saved:
     """One state of a name, as its program was told. `home` has its bytes, None if it may be any machine; `is_safe`: it survives a
-    power cut there; `is_protected`: also the loss of that machine."""
+    power cut there; `is_protected`: also the loss of that machine. `or_else`: what else it may have shown when the next one came,
+    and so may show again after it."""
 
     shows: Shows
     home: int | None = None
     is_safe: bool = False
     is_protected: bool = False
+    or_else: tuple[Shows, ...] = ()
 
 
 @dataclass
@@ -61,6 +82,7 @@ class Known:
 
     def settled(self, saved: Saved) -> None:
         """The name shows this now, and nothing else."""
+        self.newest.or_else += tuple(one for one in self.undecided if one.content != saved.shows.content)
         self.history.append(saved)
         if saved.is_protected:
             del self.history[:-1]
@@ -85,7 +107,7 @@ class Known:
         count = len(self.history)
         while len(self.history) > 1 and self.newest.home in (machine, None) and not self.newest.is_safe:
             lost = self.history.pop()
-            self.undecided += [lost.shows, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
+            self.undecided += [lost.shows, *lost.or_else, *([] if lost.shows.content is None else [part_of(lost.shows.content)])]
         if len(self.history) < count:
             self.undecided += self.down_to_safe()
         self.changes += 1
@@ -95,7 +117,7 @@ class Known:
         freed at once (R1)."""
         found: list[Shows] = []
         for older in reversed(self.history):
-            found.append(older.shows)
+            found += [older.shows, *older.or_else]
             if older.is_safe:
                 break
         return found
@@ -121,7 +143,8 @@ class Known:
 
     def allows(self, found: bytes | None) -> bool:
         possible = [self.newest] if self.lost_with is None else self.history
-        return any(shows.allows(found) for shows in (*(saved.shows for saved in possible), *self.undecided))
+        older = [one for saved in possible[:-1] for one in saved.or_else]
+        return any(shows.allows(found) for shows in (*(saved.shows for saved in possible), *older, *self.undecided))
 
     def __str__(self) -> str:
         return f"{self.newest.shows}, or {self.undecided}"

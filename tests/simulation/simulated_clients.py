@@ -220,16 +220,17 @@ class Clients:
         try:
             if not await self._save(node, name, mapping):
                 return
+            over: list[bytes] = []
             for _ in range(self._chance.randint(1, 3)):
                 await trio.sleep(self._chance.choice((0.1, 1.0, 3.0)))
                 await node.machine.turn()
                 if not mapping.is_there:
                     return
-                content = mapping.next_content(self._chance)
-                known.doubted(part_of(content))
+                content, over = mapping.next_content(self._chance), [*over, mapping.content]
+                known.doubted(part_of(content, over))
                 mapping.store(content)
                 self._note(node, f"mapped {name} {content[:4].hex()}")
-            self._closed(known, Saved(Shows(content), node.machine.number))
+            self._closed(known, Saved(Shows(content, over=over), node.machine.number))
         finally:
             mapping.close()
             self._mappings.remove(mapping)
@@ -249,7 +250,7 @@ class Clients:
 
     async def _append(self, node: Node, name: str) -> None:
         known = self.known[name]
-        before, more = known.newest.shows.content, self._content()
+        before, over, more = known.newest.shows.content, known.newest.shows.over, self._content()
         if known.undecided or known.lost_with is not None or not before or not more:
             return
         boots = self._boots()
@@ -262,7 +263,7 @@ class Clients:
             self.cluster.problem(f"{name} is not there for {node.machine.name}: it should show {known}")
             return
         whole = before + more
-        known.doubted(grown(before, whole))
+        known.doubted(grown(before, whole, over))
         try:
             synced = await self._write_and_close(node, fh, more, len(before))
         except OSError as error:
@@ -270,9 +271,8 @@ class Clients:
             return
         if self._had_power(boots, None):
             # An append in place: what was there before is in the same file, and a power cut may take what is new.
-            safe = known.newest.is_safe
-            known.history[-1] = Saved(grown(before, whole), known.newest.home, safe, known.newest.is_protected)
-            self._closed(known, Saved(Shows(whole), None, synced))
+            known.newest.shows = grown(before, whole, over)
+            self._closed(known, Saved(Shows(whole, over=over), None, synced))
         self._note(node, f"appended {name} size={len(whole)} synced={synced}")
 
     async def _unlink(self, node: Node, name: str) -> None:

@@ -1,9 +1,10 @@
 """Drives of the simulated machines: real files in memory whose syncs are noted, so that a power cut takes what was not synced.
 
 Under `segments/`, `shards/` and `copies/` a power cut may take, each by chance: the content that a file got since it was last
-synced (all of it, or page by page of 4096 bytes), its name if its directory was not synced since it was made, and the removal of
-a name likewise. The databases are taken whole or not at all, but for `small_copies.db`, whose every commit is synced. What SQLite
-writes in which order is the matter of `tests/power/`, which records it.
+synced (all of it, or page by page of 4096 bytes; what a truncation cut off comes back with all that was synced, or not at all),
+its name if its directory was not synced since it was made, and the removal of a name likewise. The databases are taken whole or
+not at all, but for `small_copies.db`, whose every commit is synced. What SQLite writes in which order is the matter of
+`tests/power/`, which records it.
 
 A full drive refuses every write of the product's own (ENOSPC), and says that nothing is free. Stamps of files are virtual time,
 and directories are listed in the order of their names: the kernel's order is not the same everywhere.
@@ -25,7 +26,7 @@ FREE_BYTES = 4 << 30
 BLOCK = 4096
 
 _real_open, _real_unlink, _real_rename, _real_rmdir = os.open, os.unlink, os.rename, os.rmdir
-_real_pwrite, _real_ftruncate, _real_copy, _real_mkdir = os.pwrite, os.ftruncate, os.copy_file_range, os.mkdir
+_real_pwrite, _real_truncate, _real_copy, _real_mkdir = os.pwrite, os.truncate, os.copy_file_range, os.mkdir
 _real_statvfs, _real_listdir, _real_scandir = os.statvfs, os.listdir, os.scandir
 
 
@@ -38,6 +39,8 @@ class Drive:
         self.keeps_segments = False
         """Some may seem older than `mount.db`, which was lost, or the clock set back: such segments are never removed."""
         self._contents: dict[int, bytes] = {}
+        self._cut_to: dict[int, int] = {}
+        """The least size that a file was truncated to since it was last synced."""
         self._names: dict[str, dict[str, int]] = {}
         self._removed: dict[str, tuple[bytes, dict[str, bytes]]] = {}
 
@@ -63,6 +66,12 @@ class Drive:
         elif stat.S_ISREG(status.st_mode):
             with open(f"/proc/self/fd/{descriptor}", "rb") as file:
                 self._contents[status.st_ino] = file.read()
+            self._cut_to.pop(status.st_ino, None)
+
+    def truncating(self, path: str, size: int) -> None:
+        """A file is about to get another size."""
+        inode = os.stat(path).st_ino
+        self._cut_to[inode] = min(size, self._cut_to.get(inode, size))
 
     def removing(self, path: str) -> None:
         """A name is about to go: a power cut may bring it back."""
@@ -79,7 +88,7 @@ class Drive:
 
     def replaced(self) -> None:
         """By an empty one."""
-        for of_old in (self._contents, self._names, self._removed):
+        for of_old in (self._contents, self._cut_to, self._names, self._removed):
             of_old.clear()
 
     def cut_power(self, chance: Random) -> None:
@@ -118,9 +127,10 @@ class Drive:
         if fate == "drop":
             kept = safe
         else:
-            size = chance.choice((len(safe), len(current)))
-            pages = range(0, size, PAGE)
-            kept = b"".join(chance.choice((safe, current))[at : at + PAGE].ljust(min(PAGE, size - at), b"\0") for at in pages)
+            left = safe[: self._cut_to.get(inode)]
+            size = chance.choice((len(left), len(current)))
+            ends = [(at, min(at + PAGE, size)) for at in range(0, size, PAGE)]
+            kept = b"".join(chance.choice((left, current))[at:end].ljust(end - at, b"\0") for at, end in ends)
         labels = {one: os.getxattr(path, one) for one in os.listxattr(path)}
         Path(path).write_bytes(kept)
         for name, value in labels.items():
@@ -148,9 +158,9 @@ def _drive() -> Drive | None:
     return drives.get(now.machine)
 
 
-def _stamp(descriptor: int) -> None:
+def _stamp(file: int | str) -> None:
     now = int(world.wall_seconds() * 1e9)
-    os.utime(descriptor, ns=(now, now))
+    os.utime(file, ns=(now, now))
 
 
 def _check_room() -> None:
@@ -183,11 +193,12 @@ def _pwrite(descriptor: int, data: Any, offset: int) -> int:
     return written
 
 
-def _ftruncate(descriptor: int, size: int) -> None:
-    drive = _drive()
-    _real_ftruncate(descriptor, size)
+def _truncate(path: Any, size: int) -> None:
+    if (drive := _drive()) is not None:
+        drive.truncating(path, size)
+    _real_truncate(path, size)
     if drive is not None:
-        _stamp(descriptor)
+        _stamp(path)
 
 
 def _copy_file_range(source: int, target: int, count: int, *places: int) -> int:
@@ -253,7 +264,8 @@ class _Scandir:
 def take_over_drives() -> None:
     """Have the product's calls go through here; see the module."""
     os.fsync = os.fdatasync = _fsync  # type: ignore[assignment]
-    os.open, os.pwrite, os.ftruncate = _open, _pwrite, _ftruncate
+    os.open, os.pwrite = _open, _pwrite
+    os.truncate = _truncate  # type: ignore[assignment]
     os.copy_file_range = _copy_file_range  # type: ignore[assignment]
     os.unlink, os.rmdir, os.mkdir, os.statvfs = _unlink, _rmdir, _mkdir, _statvfs
     os.rename = _rename  # type: ignore[assignment]

@@ -35,6 +35,11 @@ class Mapping:
     def is_there(self) -> bool:
         return self._memory is not None
 
+    @property
+    def content(self) -> bytes:
+        assert self._memory is not None
+        return bytes(self._memory)
+
     def next_content(self, chance: Random) -> bytes:
         """What `store` will leave."""
         assert self._memory is not None

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 SEEDS = int(os.environ.get("CKPTFS_SIM_SEEDS", "1000"))
 ONLY = os.environ.get("CKPTFS_SIM_SEED", "")
 CANARY_SEEDS = 150
-KNOWN_WRONG = (797, 854)
+KNOWN_WRONG = (854,)
 """They break a promise. Not yet understood, and so neither mended nor hidden: each must go on failing here until
 it is, and leave this list then."""
 PROCESSES = len(os.sched_getaffinity(0))
