@@ -68,9 +68,9 @@ class Drive:
                 self._contents[status.st_ino] = file.read()
             self._cut_to.pop(status.st_ino, None)
 
-    def truncating(self, path: str, size: int) -> None:
-        """A file is about to get another size."""
-        inode = os.stat(path).st_ino
+    def truncating(self, file: str | int, size: int) -> None:
+        """A file (its path or a descriptor) is about to get another size."""
+        inode = os.stat(file).st_ino
         self._cut_to[inode] = min(size, self._cut_to.get(inode, size))
 
     def removing(self, path: str) -> None:
@@ -193,12 +193,13 @@ def _pwrite(descriptor: int, data: Any, offset: int) -> int:
     return written
 
 
-def _truncate(path: Any, size: int) -> None:
+def _truncate(file: Any, size: int) -> None:
+    """Of a path or a descriptor."""
     if (drive := _drive()) is not None:
-        drive.truncating(path, size)
-    _real_truncate(path, size)
+        drive.truncating(file, size)
+    _real_truncate(file, size)
     if drive is not None:
-        _stamp(path)
+        _stamp(file)
 
 
 def _copy_file_range(source: int, target: int, count: int, *places: int) -> int:
@@ -265,7 +266,7 @@ def take_over_drives() -> None:
     """Have the product's calls go through here; see the module."""
     os.fsync = os.fdatasync = _fsync  # type: ignore[assignment]
     os.open, os.pwrite = _open, _pwrite
-    os.truncate = _truncate  # type: ignore[assignment]
+    os.ftruncate = os.truncate = _truncate  # type: ignore[assignment]
     os.copy_file_range = _copy_file_range  # type: ignore[assignment]
     os.unlink, os.rmdir, os.mkdir, os.statvfs = _unlink, _rmdir, _mkdir, _statvfs
     os.rename = _rename  # type: ignore[assignment]
