@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptfs.cache.catalog_format import (
+    BLOCKS_UNKNOWN,
     DIRECTORY_MOVE_KEY,
     FORMAT_VERSION,
     Inode,
@@ -21,7 +22,9 @@ from ckptfs.cache.catalog_format import (
     inode_key,
     pack,
     pack_number,
+    store_key,
     subdirectory_key,
+    version_key,
 )
 from ckptfs.cache.catalog_kv import Delete, KeyValue, Operation, Present, Put, Unchanged
 from ckptfs.cache.catalog_records import (
@@ -42,6 +45,9 @@ from ckptfs.cache.errors import DirectoryNotEmpty, InvalidMove, IsADirectory, Na
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, Vid
 from ckptfs.cache.prefixes import without_prefix
 from ckptfs.cache.removal import BeforeRemoval, Removed, end_versions, remove_directory, remove_link, untold
+from ckptfs.cache.store_registry import stores
+from ckptfs.cache.version_recovery import newest_left
+from ckptfs.cache.version_states import version_step
 
 DEPTH_MAX = 100_000
 """A walk to the root that is longer than this has met a loop."""
@@ -188,6 +194,9 @@ async def _replace(
             removed, removal = await remove_directory(kv, new.directory, target.entry.ino, now_ns)
         else:
             inode, keep, dropped = await _remember_replaced(kv, inode, target)
+            inode, shown = await _shown_where_lost(kv, ino, inode)
+            plan.compares.extend(shown.compares)
+            plan.operations.extend(shown.operations)
             removed, removal = await remove_link(kv, target.entry.ino, now_ns, keep)
             ending = await end_versions(kv, dropped, now_ns)
             plan.compares.extend(ending.plan.compares)
@@ -233,6 +242,36 @@ async def _remember_replaced(kv: KeyValue, inode: Inode, target: FoundName) -> t
             keep.append(local)
             inode = msgspec.structs.replace(inode, prev_local=local)
     return inode, keep, dropped
+
+
+async def _shown_where_lost(kv: KeyValue, ino: InodeNumber, inode: Inode) -> tuple[Inode, Plan]:
+    """A lost file shows what it has replaced, as if it had done so before the loss (R8): nothing else would ever show that again,
+    nor protect what of it is only local."""
+    plan = Plan([], [])
+    if not inode.lost:
+        return inode, plan
+    known = await stores(kv)
+    left = await newest_left(kv, (inode.prev_local, inode.prev), {store: record for store, (record, _) in known.items()})
+    if left is None:
+        return inode, plan
+    vid, version, revision = left
+    plan.compares.append(Unchanged(version_key(vid), revision))
+    plan.operations.append(version_step(vid, version, msgspec.structs.replace(version, ino=ino)))
+    protected = version.state is VersionState.PROTECTED
+    if not protected and version.home in known:  # else it may be declared lost, and be done with, just now
+        plan.compares.append(Unchanged(store_key(version.home), known[version.home][1]))
+    shown = msgspec.structs.replace(
+        inode,
+        lost=False,
+        cur=vid,
+        prot=vid if protected else inode.prot,
+        prev=None if protected else inode.prev,
+        prev_local=inode.prev_local if protected else None,
+        epoch=inode.epoch + 1,
+        size=version.size,
+        blocks=BLOCKS_UNKNOWN,
+    )
+    return shown, plan
 
 
 async def _exchange(kv: KeyValue, old: Place, source: FoundName, new: Place, target: FoundName, now_ns: int) -> Plan:

@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import aclosing, closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -335,8 +335,37 @@ async def test_what_was_renamed_meanwhile_has_both_again(world: World) -> None:
     assert await catalog_problems(world.kv) == []
 
 
-async def test_what_a_lost_file_has_replaced_meanwhile_ends_when_it_is_back(world: World) -> None:
-    """It would stay unprotected for good."""
+@pytest.mark.parametrize("was_protected", [False, True])
+async def test_a_lost_file_shows_what_it_has_replaced_until_it_is_back(world: World, was_protected: bool) -> None:
+    """It would be an error instead, and what it replaced stay unprotected for good."""
+    made = await world.make(b"f")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    replaced = await Namespace(world.kv, OTHER, 1, count(5000).__next__).create_file(
+        ROOT_INODE, b"g", 0o644, 0, 0, new_segment_id()
+    )
+    await world.local(world.theirs, replaced.ino, replaced.vid, 20)
+    if was_protected:
+        await world.protect(replaced.ino, replaced.vid)
+    await world.lose()
+    await world.tree.rename(ROOT_INODE, b"f", ROOT_INODE, b"g")
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.size, inode.lost, inode.rolled_back_from) == (replaced.vid, 20, False, made.vid)
+    version = await world.theirs.version(replaced.vid)
+    assert version is not None
+    assert version.ino == made.ino
+    assert await catalog_problems(world.kv) == []
+    if not was_protected:
+        await world.protect(made.ino, replaced.vid)
+    assert await world.state(replaced.vid) is VersionState.PROTECTED
+    await world.come_back()
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.prot, inode.rolled_back_from) == (made.vid, replaced.vid, None)
+    await world.protect(made.ino, made.vid)
+    assert await world.state(replaced.vid) is VersionState.DEAD
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_what_a_lost_file_has_replaced_meanwhile_ends_when_it_is_back_before_that_is_protected(world: World) -> None:
     made = await world.make(b"f")
     await world.local(world.mine, made.ino, made.vid, 10)
     replaced = await Namespace(world.kv, OTHER, 1, count(5000).__next__).create_file(
@@ -345,10 +374,25 @@ async def test_what_a_lost_file_has_replaced_meanwhile_ends_when_it_is_back(worl
     await world.local(world.theirs, replaced.ino, replaced.vid, 20)
     await world.lose()
     await world.tree.rename(ROOT_INODE, b"f", ROOT_INODE, b"g")
-    assert (await world.inode(made.ino)).prev_local == replaced.vid
     await world.come_back()
     inode = await world.inode(made.ino)
     assert (inode.cur, inode.prev_local, await world.state(replaced.vid)) == (made.vid, None, None)
+    assert await catalog_problems(world.kv) == []
+
+
+async def test_a_lost_file_that_replaces_one_whose_store_is_gone_too_stays_lost(world: World) -> None:
+    made, replaced = await world.make(b"f"), await world.make(b"g")
+    await world.local(world.mine, made.ino, made.vid, 10)
+    await world.local(world.mine, replaced.ino, replaced.vid, 20)
+    await world.kv.end_session(world.label)
+    assert await declare_lost(world.kv, world.leader, GONE)
+    async with aclosing(roll_back(world.kv, world.leader, GONE)) as rolling:
+        async for one in rolling:
+            if one.ino == made.ino:
+                break
+    await world.tree.rename(ROOT_INODE, b"f", ROOT_INODE, b"g")
+    inode = await world.inode(made.ino)
+    assert (inode.cur, inode.lost, inode.rolled_back_from) == (None, True, made.vid)
     assert await catalog_problems(world.kv) == []
 
 
