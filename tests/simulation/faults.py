@@ -143,7 +143,7 @@ class Faults:
     async def _wipe(self, node: Node) -> None:
         """It comes back with a store made anew; the old one is never seen again (R10)."""
         self._wiped.add(node.machine.number)
-        node.wipe()
+        node.replace_drive()
         with trio.move_on_after(self._chance.choice((0.1, 20.0))):
             await self.ending.wait()
         await node.start()

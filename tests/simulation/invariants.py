@@ -42,6 +42,7 @@ from ckptfs.cache.catalog_kv import Entry
 from ckptfs.cache.checksum import cell_table, content_root
 from ckptfs.cache.ids import InodeNumber, StoreId, Vid
 from ckptfs.cache.segments import Segments
+from ckptfs.cache.store import StoreDirectory
 from ckptfs.cache.store_registry import session_label
 from ckptfs.replication.errors import ShardDamaged, ShardNotFound
 from ckptfs.replication.shard_reader import ShardReader
@@ -173,21 +174,24 @@ class Invariants:
         for index, shard in enumerate(now.shards):
             if index < len(before) and before[index] == shard:
                 continue
+            if self.catalog.is_lost(shard.store):
+                self._cluster.problem(f"I4: {vid.hex()} gets shard {index} on a store that was declared lost")
             problem = self._shard_problem(vid, index, now, shard.store, shard.root)
             if problem:
                 self._cluster.problem(f"I4: {vid.hex()} is protected, but shard {index}: {problem}")
 
     def _shard_problem(self, vid: Vid, index: int, version: Version, store: bytes, root: bytes) -> str:
+        """Why that store hasn't that shard, safely. One whose drive was taken out between its answer and the commit counts with
+        what was on it: that is a store lost after the commit, to everybody who sees the one and the other."""
         node = self._node_of(store)
         if node.machine.number in self.damaged:
             return ""
-        if node.store.store_id != store:
-            return f"{node.machine.name} has another store now"
+        directory, drive = node.had(store)
         if version.layout is ShardLayout.COPIES:
-            found = self._copy_root(node, vid)
+            found = self._copy_root(directory, vid)
             return "" if found == root else f"{node.machine.name} has no such copy"
         name = vid.hex()
-        path = f"{node.store.shards}/{name[:2]}/{name}.{index}"
+        path = f"{directory.shards}/{name[:2]}/{name}.{index}"
         try:
             with ShardReader(path, vid, index) as reader:
                 if reader.footer.root != root:
@@ -198,12 +202,12 @@ class Invariants:
             return f"{node.machine.name}: {error}"
         inode = os.stat(path).st_ino
         with open(path, "rb") as file:
-            if node.drive.synced_content(inode) != file.read() or not node.drive.is_name_safe(path):
+            if drive.synced_content(inode) != file.read() or not drive.is_name_safe(path):
                 return f"{node.machine.name} has not synced it"
         return ""
 
-    def _copy_root(self, node: Node, vid: Vid) -> bytes | None:
-        with closing(sqlite3.connect(node.store.small_copies_db)) as database:
+    def _copy_root(self, directory: StoreDirectory, vid: Vid) -> bytes | None:
+        with closing(sqlite3.connect(directory.small_copies_db)) as database:
             row = database.execute("SELECT root FROM copies WHERE vid=?", (vid,)).fetchone()
         return None if row is None else bytes(row[0])
 
@@ -221,8 +225,8 @@ class Invariants:
         version = self.catalog.version(vid)
         if version is None or version.state is not VersionState.LOCAL:
             return
-        node = self._node_of(version.home)
-        path = Segments(node.store.segments).path_of(version.segment)
+        directory, drive = self._node_of(version.home).had(version.home)
+        path = Segments(directory.segments).path_of(version.segment)
         try:
             with open(path, "rb") as file:
                 content = file.read()
@@ -232,7 +236,7 @@ class Invariants:
             return
         if content_root(vid, len(content), version.cell_size, cell_table(content, version.cell_size)) != version.root:
             self._cluster.problem(f"I2: readers get {vid.hex()} of inode {ino}, whose segment has other bytes than were hashed")
-        elif node.drive.synced_content(inode) != content or not node.drive.is_name_safe(path):
+        elif drive.synced_content(inode) != content or not drive.is_name_safe(path):
             self._cluster.problem(f"I2: readers get {vid.hex()} of inode {ino}, which is not synced")
 
     # ---- at each removal

@@ -34,7 +34,8 @@ class Drive:
     """What of one machine's files is safe. `on_unlink` hears of each file before it is removed."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+        self.directory = machine.directory
+        """Of the machine while it had this drive: see `Node.replace_drive`."""
         self.on_unlink: Callable[[str], None] = lambda path: None
         self.keeps_segments = False
         """Some may seem older than `mount.db`, which was lost, or the clock set back: such segments are never removed."""
@@ -53,7 +54,7 @@ class Drive:
         directory, name = os.path.split(path)
         if self._names.get(directory, {}).get(name) != os.stat(path).st_ino:
             return False
-        return os.path.dirname(directory) == os.fspath(self.machine.directory) or self.is_name_safe(directory)
+        return os.path.dirname(directory) == os.fspath(self.directory) or self.is_name_safe(directory)
 
     def sync(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -86,15 +87,10 @@ class Drive:
             labels = {one: os.getxattr(path, one) for one in os.listxattr(path)}
             self._removed[path] = content, labels
 
-    def replaced(self) -> None:
-        """By an empty one."""
-        for of_old in (self._contents, self._cut_to, self._names, self._removed):
-            of_old.clear()
-
     def cut_power(self, chance: Random) -> None:
         """Take what was not synced; nothing runs on the machine."""
         for area in AREAS:
-            self._cut(os.fspath(self.machine.directory / area), chance)
+            self._cut(os.fspath(self.directory / area), chance)
         for path, (content, labels) in self._removed.items():
             if chance.random() < 0.5 and os.path.isdir(os.path.dirname(path)) and not os.path.exists(path):
                 Path(path).write_bytes(content)
@@ -104,10 +100,10 @@ class Drive:
         for name in ("mount.db", "agent/agent.db", "replica.db"):
             if chance.random() < 0.3:
                 for suffix in ("", "-wal", "-shm"):
-                    Path(f"{self.machine.directory / name}{suffix}").unlink(missing_ok=True)
+                    Path(f"{self.directory / name}{suffix}").unlink(missing_ok=True)
                 if name == "mount.db":
                     self.keeps_segments = True
-                    (self.machine.directory / "mount.notes").unlink(missing_ok=True)
+                    (self.directory / "mount.notes").unlink(missing_ok=True)
 
     def _cut(self, directory: str, chance: Random) -> None:
         safe = self._names.get(directory, {})

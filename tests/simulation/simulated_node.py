@@ -7,7 +7,6 @@ cache holds, is still there for the next one. The composition follows `mount_pro
 import errno
 import logging
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -135,6 +134,8 @@ class Node:
         self.cluster = cluster
         self.machine = Machine(number, cluster.directory / f"n{number}")
         self.drive = drives[self.machine] = Drive(self.machine)
+        self.replaced: dict[StoreId, tuple[StoreDirectory, Drive]] = {}
+        """The stores it had, on the drives that were taken out of it, as they were then."""
         self.mount: MountLife | None = None
         self.agent: AgentLife | None = None
         self.connection = 0
@@ -175,11 +176,18 @@ class Node:
         self.machine.boot += 1
         self.machine.booted_at = world.seconds()
 
-    def wipe(self) -> None:
-        """The drive is replaced by an empty one; nothing runs on the machine."""
-        shutil.rmtree(self.machine.directory)
+    def replace_drive(self) -> None:
+        """By an empty one; nothing runs on the machine."""
+        old = self.drive
+        self.replaced[self.store.store_id] = self.store, old
+        self.machine.directory = self.cluster.directory / f"{self.machine.name}-{len(self.replaced)}"
         self.machine.directory.mkdir()
-        self.drive.replaced()
+        self.drive = drives[self.machine] = Drive(self.machine)
+        self.drive.on_unlink, self.drive.keeps_segments = old.on_unlink, old.keeps_segments
+
+    def had(self, store: bytes) -> tuple[StoreDirectory, Drive]:
+        """That store of it, and the drive it is on: the one it has, or one that was taken out."""
+        return self.replaced.get(StoreId(store)) or (self.store, self.drive)
 
     def _tell(self) -> None:
         self.changed.set()
@@ -191,6 +199,8 @@ class Node:
             with life.scope:
                 await self._begin(life, task_status)
         except BaseException as error:
+            if all(isinstance(leaf, trio.Cancelled) for leaf in _leaves(error)):
+                raise  # the run ends while this node starts; a kill doesn't come so far
             self._ended_by(life, error)
         finally:
             life.alive = False

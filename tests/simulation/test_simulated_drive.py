@@ -30,6 +30,21 @@ def _survivors(directory: Path, after_sync: Callable[[Drive, Path], None], synce
     return found
 
 
+def test_a_drive_that_was_taken_out_still_has_what_was_synced_to_it(tmp_path: Path) -> None:
+    machine = Machine(0, tmp_path / "first")
+    drive = Drive(machine)
+    path = machine.directory / "shards" / "one"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"kept")
+    for inside in (path, path.parent, path.parent.parent):
+        descriptor = os.open(inside, os.O_RDONLY)
+        drive.sync(descriptor)
+        os.close(descriptor)
+    machine.directory = tmp_path / "second"
+    assert drive.synced_content(path.stat().st_ino) == b"kept"
+    assert drive.is_name_safe(os.fspath(path))
+
+
 def test_what_a_truncation_cut_off_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
     old, new = b"o" * 20_000, b"n" * 10_900
 
