@@ -31,6 +31,7 @@ from ckptfs.cache.catalog_format import (
     Version,
     VersionState,
     hold_prefix,
+    store_key,
     unpack,
     version_key,
     vid_of_key,
@@ -40,7 +41,8 @@ from ckptfs.cache.catalog_records import existing_inode
 from ckptfs.cache.catalog_scan import scan
 from ckptfs.cache.changed_inodes import remembered
 from ckptfs.cache.errors import DamagedRecord, NoSuchName
-from ckptfs.cache.ids import SegmentId, Vid
+from ckptfs.cache.ids import SegmentId, StoreId, Vid
+from ckptfs.cache.store_registry import stores
 from ckptfs.replication.leadership import Leadership
 from ckptfs.replication.members import Members
 
@@ -59,7 +61,10 @@ DEAD_MAX = 10_000
 """Remembered in one walk, the oldest. Those beyond go in a second one, in the order of their keys."""
 
 BATCH_COUNT = (COMPARES_MAX - 1) // 3
-"""Versions that go in one transaction: each is compared, and that nobody has one of its two segments open."""
+"""Versions that go in one transaction at most: each is compared, and that nobody has one of its two segments open."""
+
+GONE_MAX = COMPARES_MAX // 2
+"""Lost stores that have what isn't protected: where there are more nothing goes, for their return could not be noticed."""
 
 GIVE_WAY_FACTOR = 4
 """After each transaction others have the catalog for so many times as long as it took: there may be very many."""
@@ -85,10 +90,12 @@ class DeadVersion(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The oldest revisions at which a version began that isn't protected yet: one that was closed, one that is open."""
+    """The oldest revisions at which a version began that isn't protected yet: one that was closed, one that is open. It holds
+    while `compares` do: no lost store has returned that has such a version."""
 
     closed: float
     opened: float
+    compares: Sequence[Compare] = ()
 
     def allows(self, dead: DeadVersion, age_seconds: float) -> bool:
         """Whether everything that was being saved before this death is protected or gone."""
@@ -133,10 +140,10 @@ class Collector:
         full = len(members) > 1 and sum(member.free_bytes > 0 for member in members) < DOMAINS_WITH_SPACE_MIN
         await self._note_walk()
         due, due_count, frontier = await self._walk()
-        count = await self._reclaim_all([one for one in due if frontier.allows(one, self._age_seconds(one))])
+        count = await self._reclaim_all([one for one in due if frontier.allows(one, self._age_seconds(one))], frontier.compares)
         if full:
             for one in due:
-                if not frontier.allows(one, self._age_seconds(one)) and await self._reclaim([one]):
+                if not frontier.allows(one, self._age_seconds(one)) and await self._reclaim([one], []):
                     count += 1
                     self.statistics.early += 1
                     logger.warning(
@@ -173,7 +180,9 @@ class Collector:
         dead_count = due_count = 0
         of_removed: dict[Vid, int] = {}
         closed = opened = float("inf")
-        gone = {member.store for member in self._members.known() if member.state.is_gone}
+        # Not as the members were when they were looked at last: one that has returned since counts again.
+        gone = {store: found for store, found in (await stores(self._kv)).items() if found[0].state.is_gone}
+        waited_for: dict[StoreId, Compare] = {}
         async with aclosing(scan(self._kv, VERSION_PREFIX, damaged=damaged)) as entries:
             async for entry in entries:
                 version = unpack(Version, entry.value)
@@ -185,8 +194,10 @@ class Collector:
                         due.append(dead)
                     if len(due) > 2 * DEAD_MAX:
                         due = sorted(due)[:DEAD_MAX]
-                elif version.home in gone:
-                    continue  # nobody protects it: it is rolled back, and its store may never return
+                elif version.home in gone:  # nobody protects it: it is rolled back, and its store may never return
+                    record, revision = gone[version.home]
+                    if version.state is not VersionState.PROTECTED and record.state is StoreState.LOST:
+                        waited_for[version.home] = Unchanged(store_key(version.home), revision)
                 elif version.state is VersionState.LOCAL and entry.create_revision < closed:
                     named = await self._is_named(vid_of_key(entry.key), version)
                     if named is None:
@@ -200,8 +211,10 @@ class Collector:
         self.statistics.dead, self.statistics.damaged = dead_count, len(damaged)
         if damaged:
             closed = 0.0  # it may be of what was being saved before all others died
+        if len(waited_for) > GONE_MAX:
+            closed, waited_for = 0.0, {}
         self._walk_seconds += time.monotonic() - began
-        return sorted(due)[:DEAD_MAX], due_count, Frontier(closed, opened)
+        return sorted(due)[:DEAD_MAX], due_count, Frontier(closed, opened, list(waited_for.values()))
 
     async def _is_named(self, vid: Vid, version: Version) -> bool | None:
         """Whether its file has the version, or may have it, where the file's record is damaged; None if there is no such file."""
@@ -230,29 +243,30 @@ class Collector:
                 if self._is_due(dead) and frontier.allows(dead, self._age_seconds(dead)):
                     batch.append(dead)
                 if len(batch) == BATCH_COUNT:
-                    count += await self._reclaim_all(batch)
+                    count += await self._reclaim_all(batch, frontier.compares)
                     batch = []
         self._walk_seconds += time.monotonic() - began
-        return count + await self._reclaim_all(batch)
+        return count + await self._reclaim_all(batch, frontier.compares)
 
-    async def _reclaim_all(self, dead: Sequence[DeadVersion]) -> int:
+    async def _reclaim_all(self, dead: Sequence[DeadVersion], compares: Sequence[Compare]) -> int:
         """How many went: those of a batch one by one, where one of them may not."""
         count = 0
-        for start in range(0, len(dead), BATCH_COUNT):
-            batch = dead[start : start + BATCH_COUNT]
+        batch_count = (COMPARES_MAX - 1 - len(compares)) // 3
+        for start in range(0, len(dead), batch_count):
+            batch = dead[start : start + batch_count]
             began = time.monotonic()
-            if await self._reclaim(batch):
+            if await self._reclaim(batch, compares):
                 count += len(batch)
             elif len(batch) > 1:
-                count += sum([await self._reclaim([one]) for one in batch])
+                count += sum([await self._reclaim([one], compares) for one in batch])
             await trio.sleep(GIVE_WAY_FACTOR * (time.monotonic() - began))
         return count
 
-    async def _reclaim(self, batch: Sequence[DeadVersion]) -> bool:
-        """False, and nothing happened, if somebody reads one of them, or it has changed."""
+    async def _reclaim(self, batch: Sequence[DeadVersion], while_they_hold: Sequence[Compare]) -> bool:
+        """False, and nothing happened, if somebody reads one of them, or it has changed, or one of the compares doesn't hold."""
         if not batch or not self._leadership.is_held:
             return False
-        compares: list[Compare] = [self._leadership.compare()]
+        compares: list[Compare] = [self._leadership.compare(), *while_they_hold]
         for one in batch:
             compares.append(Unchanged(version_key(one.vid), one.died_at_revision))
             segments = {SegmentId(one.vid), one.version.segment} - {NO_SEGMENT}

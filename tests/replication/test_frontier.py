@@ -1,10 +1,12 @@
 """What holds back the removal of dead versions, and what must not: a catalog in memory, and the leader's walk over it."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 
 from ckptfs.cache.catalog_format import Settings, Shard, ShardLayout
+from ckptfs.cache.catalog_kv import TransactionResult
 from ckptfs.cache.catalog_memory import MemoryCatalog
 from ckptfs.cache.ids import ROOT_INODE, InodeNumber, NodeId, StoreId, Vid, new_segment_id
 from ckptfs.cache.lost_stores import be_in_again, declare_lost, roll_back
@@ -112,3 +114,31 @@ async def test_what_no_file_names_holds_nothing_back(cluster: Cluster, is_open: 
     await be_in_again(cluster.kv, OTHER)
     assert await cluster.mine.version(made.vid) is not None
     assert await cluster.collect() == 1
+
+
+@pytest.mark.parametrize("returns", ["not", "before", "amid"])
+async def test_what_a_store_that_returns_has_holds_back_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, returns: str
+) -> None:
+    """Also where the leader hasn't looked at the members since, and where it returns while the walk is on its way."""
+    tree = Namespace(cluster.kv, OTHER, 1, cluster.tree.now_ns)
+    made = await tree.create_file(ROOT_INODE, b"f", 0o644, 0, 0, new_segment_id())
+    await cluster.local(cluster.theirs, made.ino, made.vid)
+    await cluster.die()
+    assert await declare_lost(cluster.kv, cluster.leadership.compare(), OTHER)
+    await cluster.members.refresh()
+    assert await cluster.collector.collect() == 0
+    cluster.now += GRACE_SECONDS
+    if returns == "before":
+        await be_in_again(cluster.kv, OTHER)
+    if returns == "amid":
+        transact = cluster.kv.transact
+
+        async def come_back_first(*arguments: Any) -> TransactionResult:
+            monkeypatch.undo()
+            await be_in_again(cluster.kv, OTHER)
+            return await transact(*arguments)
+
+        monkeypatch.setattr(cluster.kv, "transact", come_back_first)
+    assert await cluster.collector.collect() == (returns == "not")
+    assert await cluster.collector.collect() == 0
