@@ -102,6 +102,7 @@ class ShardSweep:
         self._unnamed_since: dict[tuple[Vid, int], float] = {}
         self._damaged_since: dict[tuple[Vid, int], float] = {}
         self._limiter = trio.CapacityLimiter(1)
+        self._knowing = trio.Lock()
 
     async def sweep(self) -> None:
         """Look at everything once. Raises `CacheError`, also where the store's databases can't be read."""
@@ -184,6 +185,10 @@ class ShardSweep:
 
     async def _known_catalog(self) -> int | None:
         """The catalog's revision, if it is the one this store has always known, and has not gone back."""
+        async with self._knowing:  # else one that was read earlier may be compared with what was read and noted later
+            return await self._compare_catalog()
+
+    async def _compare_catalog(self) -> int | None:
         revision = await self._kv.revision()
         await self._kv.make_durable()  # so that no power cut can make it less
         await self._note_recovery()

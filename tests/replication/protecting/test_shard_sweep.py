@@ -126,6 +126,33 @@ async def test_a_catalog_that_was_replaced_removes_nothing(cluster: Any, how: st
         assert "went back" in node.running.sweep.statistics.refused
 
 
+async def test_two_looks_at_the_catalog_at_once_do_not_see_it_go_back(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep, and a repair that asks: what the one read before the other must not be compared with what that noted."""
+    node = cluster[0]
+    sweep, kv = node.running.sweep, node.running.sweep._kv
+    make_durable, others_done = kv.make_durable, trio.Event()
+
+    async def look_again() -> None:
+        assert await sweep.knows_catalog()
+        others_done.set()
+
+    async with trio.open_nursery() as nursery:
+
+        async def meanwhile() -> None:
+            monkeypatch.undo()
+            await node.save("newer", b"newer")
+            nursery.start_soon(look_again)
+            while not others_done.is_set() and not sweep._knowing.statistics().tasks_waiting:
+                await trio.lowlevel.checkpoint()
+            await make_durable()
+
+        monkeypatch.setattr(kv, "make_durable", meanwhile)
+        assert await sweep.knows_catalog()
+    assert others_done.is_set()
+    assert not sweep.statistics.refused
+    assert node.running.index.fact(WENT_BACK) is None
+
+
 async def test_a_shard_from_a_later_revision_than_the_catalog_has_stays(cluster: Any) -> None:
     node = cluster[0]
     later = put_shard(node, b"l" * 16, revision=await node.kv.revision() + 1000)
