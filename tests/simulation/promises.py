@@ -122,6 +122,11 @@ class Known:
                 break
         return found
 
+    def may_fall_back_to(self, earlier: Sequence[Saved]) -> None:
+        """What the file had `earlier` that was renamed to this name: it may show that again, or what it replaced here."""
+        if len(self.history) > 1:
+            self.history[-2].or_else += tuple(shows for saved in earlier for shows in (saved.shows, *saved.or_else))
+
     def store_lost(self, machine: int) -> None:
         """What only that machine had is gone for the others, who see what they have of what was there before, or an error."""
         if (self.newest.home in (machine, None) and not self.newest.is_protected) or self.undecided:

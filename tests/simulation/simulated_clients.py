@@ -314,13 +314,11 @@ class Clients:
         newest, undecided, lost_with, is_touched = before[-1], list(known.undecided), known.lost_with, known.is_touched
         replaced = target.down_to_safe() if undecided else []
         target.settled(Saved(newest.shows, newest.home, newest.is_safe, newest.is_protected))
+        target.may_fall_back_to(before[:-1])
         target.doubted(*undecided, *replaced)  # what is moved may turn out to be lost: then what it replaced is shown again
         target.lost_with, target.is_touched = lost_with, is_touched
         if node.machine.boot != boot:
             target.power_was_cut(node.machine.number)
-        if len(before) > 1:  # the file itself may fall back to what it had before
-            own = [Saved(saved.shows) if saved.shows.content is None else saved for saved in before[:-1]]
-            target.history[-2:-1] = [*target.history[-2:-1], *own]
         known.settled(Saved(Shows(None), None, True, True))
         self._note(node, f"renamed {name} {other}")
 

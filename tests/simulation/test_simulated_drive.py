@@ -92,3 +92,14 @@ def test_what_a_name_may_have_shown_before_it_was_saved_is_shown_again_after_a_p
     known.settled(Saved(Shows(second), 0, True))
     known.power_was_cut(0)
     assert not known.allows(first)
+
+
+def test_a_renamed_file_may_show_what_it_replaced_or_what_it_had_itself_after_a_power_cut() -> None:
+    known, here, moved, earlier = Known(), b"here" * 100, b"moved" * 100, b"earlier" * 100
+    known.settled(Saved(Shows(here), 1, True))
+    known.settled(Saved(Shows(moved), 0))
+    known.may_fall_back_to([Saved(Shows(None)), Saved(Shows(earlier), 0, True)])
+    assert not known.allows(here)
+    known.power_was_cut(0)
+    assert all(known.allows(one) for one in (here, moved, earlier, None))
+    assert not known.allows(b"else")
