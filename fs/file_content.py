@@ -1,5 +1,6 @@
 """Which bytes an open gets: those of a segment here, of a copy of it, or of another node; and where a new version's go."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -55,19 +56,21 @@ class FileContent:
 
     async def make(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int, umask: int) -> tuple[FileInUse, Inode]:
         segment = new_segment_id()
-        ino, inode, vid = await self._namespace.create_file(parent, name, mode, uid, gid, segment, umask)
-        try:
-            descriptor = self._segments.create(segment, ino)
-        except OSError:
-            await self._namespace.unlink(parent, name)
-            raise
-        path = self._open_files.paths.path(parent, name)
-        file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, inode.made_ns, path_hint=path)
-        self._open_files.add(file)
+        with self._open_files.making(segment):
+            ino, inode, vid = await self._namespace.create_file(parent, name, mode, uid, gid, segment, umask)
+            try:
+                descriptor = self._segments.create(segment, ino)
+            except OSError:
+                await self._namespace.unlink(parent, name)
+                raise
+            path = self._open_files.paths.path(parent, name)
+            file = FileInUse(ino, FileState.OPEN, vid, segment, descriptor, inode.made_ns, path_hint=path)
+            self._open_files.add(file)
         return file, inode
 
     async def drop_unfinished(self, ino: InodeNumber) -> bool:
-        """Drop a version that an earlier daemon was killed in the making of; says whether there was one.
+        """Drop a version whose making was not completed: an earlier daemon was killed amid it, or the catalog's answer was lost
+        and the program told an error. Says whether there was one.
 
         Nobody was given a handle of it, because its row in `mount.db` is written before the answer, and its segment is empty. The
         name shows what it had before, or goes.
@@ -78,17 +81,39 @@ class FileContent:
     async def _drop_unfinished(self, ino: InodeNumber, inode: Inode) -> bool:
         """As `drop_unfinished`, for one who is alone with it."""
         vid = inode.open
-        if vid is None or self._view.written_elsewhere(inode) or self._open_files.get(ino) is not None:
+        if vid is None or self._view.written_elsewhere(inode) or _has(self._open_files.get(ino), vid):
             return False
-        version, row = await self._versions.version(vid), self._database.file(ino)
-        if version is None or version.durable or (row is not None and row.segment == version.segment):
+        version = await self._versions.version(vid)
+        if version is None or version.durable or version.home != self._store or self._segments.size(version.segment):
             return False
-        if self._segments.size(version.segment):
+        # Nothing waits from here to the drop: who makes the file has it in the table before its segment is no more in the making.
+        row, file = self._database.file(ino), self._open_files.get(ino)
+        if self._open_files.is_needed(version.segment) or _has(file, vid) or (row is not None and row.segment == version.segment):
             return False
         await self._versions.drop_open(ino, vid)
         self._reclaimer.segment(version.segment, at_once=True)
-        log.warning("unfinished_version_dropped inode=%d: this process was killed while it made the file", ino)
+        log.warning("unfinished_version_dropped inode=%d: nobody was given a handle of it", ino)
         return True
+
+    async def taken_up(self, ino: InodeNumber) -> FileInUse | None:
+        """The file, if the catalog says that it is being written here and the table doesn't: the transaction that began it was
+        carried out after its program had been told an error. It is in the table then as if it were just closed; or dropped, and
+        None, if no bytes are there. Raises `NoSuchName`, `ContentUnreachable`.
+        """
+        async with self._open_files.alone(ino):
+            inode = await self._namespace.inode(ino)
+            vid = inode.open
+            if vid is None or self._view.written_elsewhere(inode) or _has(self._open_files.get(ino), vid):
+                return None
+            if await self._drop_unfinished(ino, inode):
+                return None
+            version = await self._versions.version(vid)
+            if version is None or version.home != self._store or self._open_files.is_made(version.segment):
+                return None
+            file = self._open_files.get(ino)
+            if file is not None and file.segment != version.segment:
+                return None
+            return await self._being_written(ino, vid, inode)
 
     # For reading
 
@@ -188,7 +213,7 @@ class FileContent:
             if await self._drop_unfinished(ino, inode):
                 inode = await self._namespace.inode(ino)
             if inode.writer is not None and inode.open is not None:
-                file = await self._being_written(ino, inode.open)
+                file = await self._being_written(ino, inode.open, inode)
                 if truncate:
                     self._open_files.truncate(file, 0)
             else:
@@ -196,14 +221,26 @@ class FileContent:
             file.generation += 1
             return file
 
-    async def _being_written(self, ino: InodeNumber, vid: Vid) -> FileInUse:
-        file = self._open_files.get(ino)
-        if file is not None and file.is_home:
+    async def _being_written(self, ino: InodeNumber, vid: Vid, inode: Inode) -> FileInUse:
+        """The file whose version `vid` is open here, for one who is alone with it."""
+        if _has(file := self._open_files.get(ino), vid):
+            assert file is not None
             return file
         version = await self._versions.version(vid)
         file = None if version is None else self._home_file(ino, vid, version)
-        if file is None:
+        if file is None or version is None or file.descriptor is None:
             raise ContentUnreachable(f"inode {ino} was being written here, but its segment is gone")
+        if file.orphan is None and file.segment == version.segment:
+            # Begun by a transaction whose answer was lost: nothing was written since, so these still are its times.
+            if inode.epoch and not file.writers:  # else it is a nameless file's first name, whose bytes have newer times
+                with contextlib.suppress(OSError):
+                    os.utime(file.descriptor, ns=(inode.atime_ns, inode.mtime_ns))
+            if file.state is FileState.PROTECTED:
+                file.exposed_ns = self._namespace.now_ns()
+            file.vid, file.state = vid, FileState.OPEN
+            file.generation += 1
+            self._database.put_file(self._open_files.row(file, os.fstat(file.descriptor).st_size))
+            log.warning("open_version_taken_up inode=%d: its program was told an error, and the catalog began it all the same", ino)
         return file
 
     async def _begin_writing(self, ino: InodeNumber, inode: Inode, truncate: bool) -> FileInUse:
@@ -337,6 +374,11 @@ class FileContent:
             file.replaced_segment = version.segment
         self._database.put_file(self._open_files.row(file))
         return file
+
+
+def _has(file: FileInUse | None, vid: Vid) -> bool:
+    """Whether it is in use as the home of this version."""
+    return file is not None and file.is_home and file.vid == vid
 
 
 def _lost(ino: InodeNumber) -> ContentUnreachable:

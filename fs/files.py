@@ -134,6 +134,12 @@ class FileOperations:
             self._settler.closed(file)
         return await self._view.entry(file.ino, inode) + await self.opened(handle)
 
+    async def end_unheld(self, ino: InodeNumber) -> None:
+        """End what the catalog says is written here, if no program has it: see `FileContent.taken_up`."""
+        file = await self._content.taken_up(ino)
+        if file is not None and not file.writers:
+            self._settler.closed(file)
+
     def _open_handle_for_writing(self, unique: int, file: FileInUse, flags: int, *, serve: bool) -> Handle:
         try:
             return self._open_files.open_handle(unique, file, flags, store_row=True, serve=serve)

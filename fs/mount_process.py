@@ -338,7 +338,15 @@ class MountProcess:
         await recovery.run()
         await growing.begin()
         self._sweep = SegmentSweep(
-            namespace, versions, segments, open_files, reclaimer, self._database, store.store_id, session.is_busy
+            namespace,
+            versions,
+            segments,
+            open_files,
+            reclaimer,
+            self._database,
+            store.store_id,
+            session.is_busy,
+            files.end_unheld,
         )
         self._release = SegmentRelease(
             versions,

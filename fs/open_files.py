@@ -197,6 +197,10 @@ class OpenFiles:
         finally:
             self._making.discard(segment)
 
+    def is_made(self, segment: SegmentId) -> bool:
+        """Whether somebody is inside `making` with it."""
+        return segment in self._making
+
     def is_needed(self, segment: SegmentId) -> bool:
         """Whether a file in use has the segment, or will have it, or falls back to it."""
         return segment in self._making or any(segment in (file.segment, file.replaced_segment) for file in self)

@@ -8,6 +8,9 @@ file in use has it, and, asked again by the inode it is labelled with, the catal
 rewrite renames beside it. A segment is made after its version is committed, so a walk that begins after the listing meets it; one
 that is made complete first is known to `OpenFiles` until then.
 
+The same walk finds versions that the catalog says are being written here though no file in use has them. A transaction that began
+one was carried out after etcd had not answered for so long that its program was told an error: nobody will ever close it.
+
 A segment older than `mount.db` is never removed here: the database was lost, perhaps the catalog with it, and what an older copy
 of the catalog doesn't know may be the only bytes there are.
 """
@@ -15,7 +18,7 @@ of the catalog doesn't know may be the only bytes there are.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import trio
@@ -48,6 +51,10 @@ PAUSE_FACTOR = 50
 PAGE_COUNT = 500
 
 
+async def _left_open(ino: InodeNumber) -> None:
+    """For a sweep that ends nothing."""
+
+
 class SegmentSweep:
     """`run` sweeps until it is cancelled."""
 
@@ -61,8 +68,10 @@ class SegmentSweep:
         database: MountDatabase,
         store: StoreId,
         is_busy: Callable[[], bool] = lambda: False,
+        end_unheld: Callable[[InodeNumber], Awaitable[None]] = _left_open,
     ) -> None:
-        """`is_busy`: whether programs are asking without a pause."""
+        """`is_busy`: whether programs are asking without a pause. `end_unheld` ends what is being written here according to the
+        catalog, and to no program."""
         self._namespace = namespace
         self._versions = versions
         self._segments = segments
@@ -71,6 +80,7 @@ class SegmentSweep:
         self._database = database
         self._store = store
         self._is_busy = is_busy
+        self._end_unheld = end_unheld
         agreed = database.fact(AGREED_FACT)
         self._swept = None if agreed is None else int(agreed)
         self._noted = self._swept
@@ -78,6 +88,8 @@ class SegmentSweep:
         """Of rows that the last sweep could not let go: their files are in use, or changed just then."""
         self._without_row: dict[InodeNumber, Vid] = {}
         """Local versions that the last walk found, of files that have no row."""
+        self._unheld: set[InodeNumber] = set()
+        """Of open versions that the last walk found, and that no file in use had when it came by."""
         self.kept_count = 0
         """Segments nothing names that are kept all the same."""
 
@@ -180,6 +192,7 @@ class SegmentSweep:
             log.warning("segments_kept count=%d: older than mount.db, and the catalog doesn't know them", self.kept_count)
         self._remove(gone)
         await self._note_left()
+        await self._end_left_open()
         return len(gone)
 
     async def _unnamed(self, listing: bytes) -> list[SegmentId]:
@@ -187,15 +200,19 @@ class SegmentSweep:
         nobody knows what that one names."""
         named = IdFilter(len(listing) // ID_SIZE)
         self._without_row.clear()
-        if listing:
-            async with aclosing(self._versions.walk_local_versions(self._store, tuple(VersionState))) as versions:
-                number = 0
-                async for vid, version in versions:
-                    named.add(version.segment)
-                    if version.state is VersionState.LOCAL and self._database.file(version.ino) is None:
-                        self._without_row[version.ino] = vid
-                    if (number := number + 1) % PAGE_COUNT == 0:
-                        await trio.lowlevel.checkpoint()
+        self._unheld.clear()
+        async with aclosing(self._versions.walk_local_versions(self._store, tuple(VersionState))) as versions:
+            number = 0
+            async for vid, version in versions:
+                named.add(version.segment)
+                if version.state is VersionState.LOCAL and self._database.file(version.ino) is None:
+                    self._without_row[version.ino] = vid
+                if version.state is VersionState.OPEN:
+                    file = self._open_files.get(version.ino)
+                    if file is None or file.vid != vid:
+                        self._unheld.add(version.ino)
+                if (number := number + 1) % PAGE_COUNT == 0:
+                    await trio.lowlevel.checkpoint()
         unnamed = []
         for at in range(0, len(listing), ID_SIZE):
             if at % (ID_SIZE * PAGE_COUNT) == 0:
@@ -225,6 +242,16 @@ class SegmentSweep:
                         now, segment = self._namespace.now_ns(), version.segment
                         self._database.put_file(FileRow(ino, vid, segment, FileState.LOCAL, version.size, now, None, b""))
                         log.info("file_shown_again inode=%d vid=%s", ino, vid.hex())
+
+    async def _end_left_open(self) -> None:
+        """What can't be ended now is found by the next walk."""
+        for ino in sorted(self._unheld):
+            try:
+                await self._end_unheld(ino)
+            except NoSuchName:
+                continue
+            except (CacheError, OSError) as error:
+                log.warning("open_version_left inode=%d error=%s", ino, error)
 
     def _is_younger_than_database(self, segment: SegmentId) -> bool:
         made_ns = int(self._database.fact(MADE_FACT) or 0)

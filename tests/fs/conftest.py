@@ -326,7 +326,14 @@ class BareNode:
     def sweep(self) -> SegmentSweep:
         """A sweep that has looked at nothing yet."""
         return SegmentSweep(
-            self.namespace, self.versions, self.segments, self.open_files, self.reclaimer, self.database, self.store.store_id
+            self.namespace,
+            self.versions,
+            self.segments,
+            self.open_files,
+            self.reclaimer,
+            self.database,
+            self.store.store_id,
+            end_unheld=self.files.end_unheld,
         )
 
     async def state(self, ino: int) -> VersionState | None:

@@ -447,7 +447,9 @@ class MountLife:
         node.is_new_connection = False
         await recovery.run()
         await growing.begin()
-        sweep = SegmentSweep(namespace, versions, segments, open_files, reclaimer, database, store.store_id)
+        sweep = SegmentSweep(
+            namespace, versions, segments, open_files, reclaimer, database, store.store_id, end_unheld=files.end_unheld
+        )
         for task in (
             fence.run,
             settler.run,
