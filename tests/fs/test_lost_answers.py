@@ -19,7 +19,7 @@ StartNode = Callable[..., Awaitable[Any]]
 
 @contextmanager
 def answers_lost(node: Any, monkeypatch: pytest.MonkeyPatch, amid: Callable[[], Awaitable[None]] | None = None) -> Iterator[None]:
-    """The next transaction about a version is carried out, and its answer lost; `amid` is awaited before the caller is told so."""
+    """The next transaction about a version is carried out, its answer lost; `amid` is awaited before the caller is told so."""
 
     def losing(transact: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def lose(compares: Sequence[Compare], operations: Sequence[Operation]) -> Any:
@@ -100,7 +100,9 @@ async def test_a_file_that_could_not_be_opened_for_writing_keeps_its_content_and
     assert node.segment_count() == 1
 
 
-async def test_what_is_written_after_an_open_that_failed_is_sealed(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_written_after_an_open_that_failed_is_sealed(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader kept the file in use, so that the next writer found what the lost answer began."""
     node = await start_node()
     ino = await node.save(b"file", b"content")
