@@ -240,7 +240,7 @@ class FileContent:
             file.vid, file.state = vid, FileState.OPEN
             file.generation += 1
             self._database.put_file(self._open_files.row(file, os.fstat(file.descriptor).st_size))
-            log.warning("open_version_taken_up inode=%d: its program was told an error, and the catalog began it all the same", ino)
+            log.warning("open_version_taken_up inode=%d: its program was told an error, and it was begun all the same", ino)
         return file
 
     async def _begin_writing(self, ino: InodeNumber, inode: Inode, truncate: bool) -> FileInUse:
