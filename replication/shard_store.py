@@ -126,15 +126,23 @@ class ShardStore:
         except ShardDamaged as error:
             return VerifyResult(False, (), str(error))
 
-    def delete(self, vid: Vid, index: int) -> bool:
-        """Remove a complete shard; False if there was none. The catalog's fact that nobody needs it comes first (R22)."""
+    def delete(self, vid: Vid, index: int, stored_at_ns: int) -> bool:
+        """Remove a complete shard; False if there was none. The catalog's fact that nobody needs it comes first (R22).
+
+        Nor is one removed that was acknowledged again since the row with that time was read, or is being put: it may be named
+        any moment. Raises `OSError`, `sqlite3.Error`.
+        """
         path = self.path_of(vid, index)
         there = True
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            there = False
-        self._strike([(vid, index)])
+        with self._lock:
+            row = self._index.get(vid, index)
+            if (vid, index) in self._writers or (row is not None and row.stored_at_ns != stored_at_ns):
+                return False
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                there = False
+            self._strike([(vid, index)])
         return there
 
     def partials(self) -> Sequence[tuple[Vid, int]]:

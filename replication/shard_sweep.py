@@ -4,7 +4,7 @@ have, or for which it names other holders.
 A version's key exists before its first shard is sent, and its id is never used again. So what has no key when it is looked up
 has no use, then and later. A shard that the catalog doesn't name may be one that is about to be named: a repair puts it first
 and commits then. It goes only when it was found unnamed again and again for `UNNAMED_SECONDS`, far longer than a repair may
-take from the one to the other.
+take from the one to the other; counted anew where it was put again, as by a repair that comes back to a store which had it.
 
 A shard whose footer can't be read is no use to anybody, and doesn't say of which time it is. Where its version has no key, or
 other holders, it goes after `UNNAMED_SECONDS` too, and stays where the catalog was recovered.
@@ -43,6 +43,9 @@ from ckptfs.replication.small_copies import SmallCopies
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Some = TypeVar("Some")
+Key = tuple[Vid, int, int]
+"""A shard by its index, or a copy (-1), as it was put at that time (wall, in nanoseconds)."""
 
 UNNAMED_SECONDS = 24 * 3600.0
 PAGE_COUNT = 500
@@ -99,7 +102,7 @@ class ShardSweep:
         self._unnamed_seconds = unnamed_seconds
         self._recovered: Recovered | None = None
         self._kept = 0
-        self._unnamed_since: dict[tuple[Vid, int], float] = {}
+        self._unnamed_since: dict[Key, float] = {}
         self._damaged_since: dict[tuple[Vid, int], float] = {}
         self._limiter = trio.CapacityLimiter(1)
         self._knowing = trio.Lock()
@@ -117,13 +120,15 @@ class ShardSweep:
             return
         self._kept = 0
         damaged: set[tuple[Vid, int]] = set()
-        still_unnamed: set[tuple[Vid, int]] = set()
+        still_unnamed: set[Key] = set()
         after: tuple[bytes, int] = (b"", -1)
         while rows := await self._in_thread(self._shards.list, after, PAGE_COUNT):
             after = (rows[-1].vid, rows[-1].index)
-            gone = [(row.vid, row.index) for row in rows if not await self._is_wanted(row.vid, row.index, still_unnamed)]
+            keys = [(row.vid, row.index, row.stored_at_ns) for row in rows]
+            gone = [key for key in keys if not await self._is_wanted(key, still_unnamed)]
             if self._recovered is not None:
-                gone = [key for key in gone if not await self._is_unknown(key[0], await self._in_thread(self._revision_of, *key))]
+                revisions = {key: await self._in_thread(self._revision_of, *key[:2]) for key in gone}
+                gone = [key for key in gone if not await self._is_unknown(key[0], revisions[key])]
             now = trio.current_time()
             self.statistics.shards_removed += await self._remove(gone, partial(self._remove_shards, revision, now, damaged))
         self._damaged_since = {key: since for key, since in self._damaged_since.items() if key in damaged}
@@ -136,9 +141,10 @@ class ShardSweep:
             last = copies[-1].vid
             old = [copy for copy in copies if copy.revision <= revision]
             unwanted = [
-                (copy.vid, -1)
+                key
                 for copy in old
-                if not await self._is_wanted(copy.vid, -1, still_unnamed) and not await self._is_unknown(copy.vid, copy.revision)
+                if not await self._is_wanted(key := (copy.vid, -1, copy.stored_at_ns), still_unnamed)
+                and not await self._is_unknown(copy.vid, copy.revision)
             ]
             self.statistics.copies_removed += await self._remove(unwanted, self._remove_copies)
         self.statistics.kept_of_unknown_time = self._kept
@@ -246,8 +252,9 @@ class ShardSweep:
         except (ShardNotFound, ShardDamaged, PeerRefused):
             return 0
 
-    async def _is_wanted(self, vid: Vid, index: int, still_unnamed: set[tuple[Vid, int]]) -> bool:
-        """Whether shard `index`, or the copy (-1), must stay."""
+    async def _is_wanted(self, key: Key, still_unnamed: set[Key]) -> bool:
+        """Whether it must stay."""
+        vid, index, _ = key
         await trio.lowlevel.checkpoint()
         try:
             version = await self._versions.version(vid)
@@ -257,25 +264,25 @@ class ShardSweep:
             return False
         if version.state is not VersionState.PROTECTED or self._is_named(version, index):
             return True
-        still_unnamed.add((vid, index))
+        still_unnamed.add(key)
         now = trio.current_time()
-        return now - self._unnamed_since.setdefault((vid, index), now) < self._unnamed_seconds
+        return now - self._unnamed_since.setdefault(key, now) < self._unnamed_seconds
 
     def _is_named(self, version: Version, index: int) -> bool:
         if version.layout is ShardLayout.COPIES:
             return index < 0 and any(shard.store == self._own_store for shard in version.shards)
         return 0 <= index < len(version.shards) and version.shards[index].store == self._own_store
 
-    async def _remove(self, keys: list[tuple[Vid, int]], remove: Callable[[list[tuple[Vid, int]]], int]) -> int:
+    async def _remove(self, keys: list[Some], remove: Callable[[list[Some]], int]) -> int:
         if not keys:
             return 0
         await self._kv.make_durable()  # the catalog's fact first (R22)
         return await self._in_thread(remove, keys)
 
-    def _remove_shards(self, revision: int, now: float, damaged: set[tuple[Vid, int]], keys: Iterable[tuple[Vid, int]]) -> int:
+    def _remove_shards(self, revision: int, now: float, damaged: set[tuple[Vid, int]], keys: Iterable[Key]) -> int:
         """Those damaged ones that stay are added to `damaged`."""
         removed = 0
-        for vid, index in keys:
+        for vid, index, stored_at_ns in keys:
             try:
                 with self._shards.open(vid, index) as reader:
                     if reader.footer.revision > revision:
@@ -290,7 +297,7 @@ class ShardSweep:
                     damaged.add((vid, index))
                     continue
             try:
-                removed += self._shards.delete(vid, index)
+                removed += self._shards.delete(vid, index, stored_at_ns)
             except OSError as error:
                 damaged.add((vid, index))
                 logger.warning("unneeded-shard-kept vid=%s index=%d error=%s", vid.hex(), index, error)
@@ -310,14 +317,12 @@ class ShardSweep:
     def _remove_partials(self, keys: Iterable[tuple[Vid, int]]) -> int:
         return sum(self._shards.delete_partial(vid, index) for vid, index in keys)
 
-    def _remove_copies(self, keys: Iterable[tuple[Vid, int]]) -> int:
-        vids = [vid for vid, _ in keys]
+    def _remove_copies(self, keys: list[Key]) -> int:
         try:
-            self._copies.delete(vids)
+            return self._copies.delete([(vid, stored_at_ns) for vid, _, stored_at_ns in keys])
         except sqlite3.OperationalError as error:
-            logger.info("copies-not-removed count=%d error=%s", len(vids), error)
+            logger.info("copies-not-removed count=%d error=%s", len(keys), error)
             return 0
-        return len(vids)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await trio.to_thread.run_sync(function, *arguments, limiter=self._limiter)

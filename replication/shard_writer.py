@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -147,11 +148,11 @@ class ShardWriter:
             except OSError as error:
                 self._remove()
                 raise self._error(error) from None
-            self._close()
             self._store.stored()
             root = footer.root
             held = HeldShard(self.header.vid, self.header.index, root, offset + len(end), time.time_ns())
-        self._store.enter([held])
+            self._store.enter([held])  # before it ends: until then nobody removes the shard
+            self._close()
         return root
 
     def suspend(self) -> None:
@@ -223,20 +224,23 @@ class ShardWriter:
         self._handed_over = max(HEADER_SIZE, kept)
 
     def _finish_again(self, footer: ShardFooter, complete: HeldShard) -> bytes:
-        """The shard was complete already: acknowledge it, after making sure again that it survives a power cut."""
-        self._close()
-        if footer.root != complete.root:
-            raise ShardConflict("a complete shard with another root is stored under this vid and index")
+        """The shard was complete already: acknowledge it, after making sure again that it survives a power cut. Its age counts
+        anew, so that the sweep doesn't take it before it can be named."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if footer.root != complete.root:
+                raise ShardConflict("a complete shard with another root is stored under this vid and index")
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            sync_directory(Path(self._path).parent)
-        except OSError as error:
-            raise self._error(error) from None
-        self._store.enter([complete])
+                descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                sync_directory(Path(self._path).parent)
+            except OSError as error:
+                raise self._error(error) from None
+            self._store.enter([replace(complete, stored_at_ns=time.time_ns())])
+        finally:
+            self._close()
         return complete.root
 
     def _write(self, data: Buffer, offset: int) -> None:

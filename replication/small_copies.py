@@ -320,10 +320,11 @@ class SmallCopies:
         self._database.execute("PRAGMA shrink_memory")
         return self._database.execute(f"SELECT {_COLUMNS} FROM copies WHERE vid = ?", (vid,)).fetchone()
 
-    def delete(self, vids: Iterable[Vid]) -> None:
-        """Remove copies; the catalog's fact that nobody needs them comes first (R22)."""
+    def delete(self, copies: Iterable[tuple[Vid, int]]) -> int:
+        """Remove copies, each by its `stored_at_ns` too: one that was put again since stays. Returns how many went. The
+        catalog's fact that nobody needs them comes first (R22)."""
         with self._lock:
-            self._in_transaction("DELETE FROM copies WHERE vid = ?", [(vid,) for vid in vids])
+            return self._in_transaction("DELETE FROM copies WHERE vid = ? AND stored_at_ns = ?", list(copies))
 
     def list(self, after: bytes = b"", limit: int = 1000) -> list[HeldCopy]:
         """Rows after that vid, in order of vids, without their content."""
@@ -361,11 +362,12 @@ class SmallCopies:
                 self._database.execute("ROLLBACK")
             raise
 
-    def _in_transaction(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    def _in_transaction(self, statement: str, rows: Sequence[tuple[object, ...]]) -> int:
         self._database.execute("BEGIN IMMEDIATE")
         try:
-            self._database.executemany(statement, rows)
+            count = self._database.executemany(statement, rows).rowcount
             self._database.execute("COMMIT")
+            return count
         except BaseException:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")

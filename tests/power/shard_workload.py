@@ -113,7 +113,8 @@ class Workload:
         if self._held:
             number = self._held.pop(self._chance.randrange(len(self._held)))
             self._say("begun", {"do": "delete", "number": number})
-            self._stores.shards.delete(vid_of(number), 1)
+            held = next(row for row in self._stores.shards.list() if (row.vid, row.index) == (vid_of(number), 1))
+            self._stores.shards.delete(held.vid, held.index, held.stored_at_ns)
 
     def _copies(self) -> None:
         numbers = []
@@ -133,7 +134,9 @@ class Workload:
         if self._copied:
             number = self._copied.pop(self._chance.randrange(len(self._copied)))
             self._say("begun", {"do": "delete copies", "number": number})
-            self._stores.copies.delete([vid_of(number)])
+            self._stores.copies.delete(
+                [(copy.vid, copy.stored_at_ns) for copy in self._stores.copies.list() if copy.vid == vid_of(number)]
+            )
 
     def _restart(self) -> None:
         with closing(self._stores):

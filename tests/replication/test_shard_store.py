@@ -437,8 +437,10 @@ def test_the_index_is_rebuilt_from_the_files(store: ShardStore, index: AgentData
     expected[3] = HeldShard(headers[3].vid, 0, b"", 100, 0)  # for the sweep to know of
     assert [replace(row, stored_at_ns=0) for row in rebuilt.list()] == expected
     assert rebuilt.recover() == (0, 0, (damaged,), 0, 0)
-    assert rebuilt.delete(headers[0].vid, 0)
-    assert not rebuilt.delete(headers[0].vid, 0)
+    stored_at_ns = next(row.stored_at_ns for row in rebuilt.list() if (row.vid, row.index) == (headers[0].vid, 0))
+    assert not rebuilt.delete(headers[0].vid, 0, stored_at_ns + 1)
+    assert rebuilt.delete(headers[0].vid, 0, stored_at_ns)
+    assert not rebuilt.delete(headers[0].vid, 0, stored_at_ns)
     os.unlink(rebuilt.path_of(headers[1].vid, 1))
     assert rebuilt.recover()[:2] == (0, 1)
     assert anew.held().shards == 7
@@ -492,7 +494,8 @@ def test_any_geometry_is_stored_and_read(
     header = ShardHeader(vid, data.draw(st.integers(0, k + m - 1)), k, m, cell_size, size)
     assert put(store, header) == footer_of(header, cells_of(header)).root
     assert store.verify(vid, header.index).ok
-    store.delete(vid, header.index)
+    (held,) = store.list()
+    assert store.delete(vid, header.index, held.stored_at_ns)
 
 
 ZEROS = ShardHeader(VID, 0, 1, 1, 64 << 10, 40 * (64 << 10) + 10)

@@ -102,7 +102,9 @@ def test_a_damaged_root_is_no_conflict(copies: SmallCopies, tmp_path: Path) -> N
 
 def test_missing_and_deleted_copies(copies: SmallCopies) -> None:
     copies.put([copy_of(1), copy_of(2)])
-    copies.delete([copy_of(1).vid])
+    first, _ = copies.list()
+    assert copies.delete([(first.vid, first.stored_at_ns - 1)]) == 0
+    assert copies.delete([(first.vid, first.stored_at_ns)]) == 1
     with pytest.raises(ShardNotFound):
         copies.get(copy_of(1).vid)
     assert copies.get(copy_of(2).vid)[1] == b"x" * 100

@@ -97,7 +97,8 @@ def counter_instead_of_vid() -> None:
 def collect_without_looking() -> None:
     """I5: a shard goes because its version was absent when it was looked at before, not now."""
 
-    async def unwanted(self: ShardSweep, vid: Any, index: int, still_unnamed: Any) -> bool:
+    async def unwanted(self: ShardSweep, key: Any, still_unnamed: Any) -> bool:
+        vid, index, _ = key
         version = await self._versions.version(vid)
         return version is not None and version.state is not VersionState.LOCAL and self._is_named(version, index)
 

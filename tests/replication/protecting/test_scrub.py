@@ -206,6 +206,8 @@ async def test_what_a_reader_finds_wrong_is_repaired(cluster: Any) -> None:
             await trio.sleep(0.01)
     for node, _ in await held_by(cluster, small):
         if node is not reader:
-            node.running.small_copies.delete([small.vid])
+            node.running.small_copies.delete(
+                [(copy.vid, copy.stored_at_ns) for copy in node.running.small_copies.list() if copy.vid == small.vid]
+            )
             break
     assert await reader.content(small) == small.content
